@@ -57,6 +57,38 @@ class LoRARequest(msgspec.Struct, frozen=True):
         return self.lora_path
 
 
+class ImageItem(msgspec.Struct, frozen=True):
+    """An image of a prompt. digest: of its pixels, 32 bytes. offset, length: of its span, all tokens that it brings.
+    runs: (first, count) of placeholders in a row, counted from offset. unit_embeds: of the least that is encoded."""
+
+    digest: bytes
+    offset: int
+    length: int
+    runs: list[tuple[int, int]]
+    unit_embeds: int
+    num_units: int
+
+    @property
+    def num_embeds(self) -> int:
+        return self.unit_embeds * self.num_units
+
+    @property
+    def end(self) -> int:
+        """The position in the prompt after the last placeholder."""
+        return self.offset + sum(self.runs[-1])
+
+
+class UnitsToEncode(msgspec.Struct, frozen=True):
+    """Units of an image of num_embeds embeddings, from number ``first`` on. pixels: uint8 [units, channels, height,
+    width], which is ``shape``."""
+
+    digest: bytes
+    first: int
+    num_embeds: int
+    shape: tuple[int, ...]
+    pixels: bytes
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (n > 1 is split by the frontend).
 
@@ -64,7 +96,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
     thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
     lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens is then 0.
-    """
+    images: in the order of their spans."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -79,6 +111,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    images: list[ImageItem] = []
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
@@ -172,7 +205,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
     finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or loaded, and
     after snapshots are saved; all sources are read before any target is written. kv_connector_metadata: None if nothing
-    travels.
+    travels. forget: digests of images whose embeddings are dropped; encode: what is encoded after that, and before
+    tokens are computed.
     """
 
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
@@ -183,6 +217,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     preempted_request_ids: list[str] = msgspec.field(default_factory=list)
     block_copies: list[BlockCopy] = msgspec.field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+    forget: list[bytes] = []
+    encode: list[UnitsToEncode] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -192,7 +228,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         """True if there is nothing in it that workers would have to know."""
         known = self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids
-        return not (known or self.kv_connector_metadata)
+        return not (known or self.kv_connector_metadata or self.encode)
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):

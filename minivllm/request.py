@@ -101,6 +101,7 @@ class Request:
         self.sampling_params = engine_request.sampling_params
         self.max_tokens = engine_request.max_tokens
         self.lora_digest: str | None = None
+        self.images = engine_request.images
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

@@ -25,7 +25,14 @@ from minivllm.config.engine_args import (
     ExecutorKind,
     SpeculativeConfig,
 )
-from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, NodesConfig, SchedulerConfig
+from minivllm.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ImagesConfig,
+    LoRAConfig,
+    NodesConfig,
+    SchedulerConfig,
+)
 from minivllm.config.kv_transfer_config import KVLoadFailurePolicy, KVTransferConfig
 
 __all__ = [
@@ -46,6 +53,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "ExecutorKind",
+    "ImagesConfig",
     "KVLoadFailurePolicy",
     "KVTransferConfig",
     "LoRAConfig",

@@ -165,6 +165,14 @@ class EngineArgs:
         "the answers that are being written; AsyncLLM and serve take that.",
     ] = None
     long_prefill_token_threshold: Annotated[int, "Most tokens one request gets in a step; 0 is no such limit."] = 0
+    limit_mm_per_prompt: Annotated[
+        dict[str, int] | None,
+        "Most images of a prompt, for models that see, as JSON; 0 loads no image encoder. Left out: 8.",
+    ] = None
+    max_num_batched_encoder_embeds: Annotated[
+        int | None, "Most embeddings of images that a step encodes. Left out: max_num_batched_tokens."
+    ] = None
+    encoder_cache_bytes: Annotated[int | None, "Size of the cache for embeddings of images [bytes]."] = None
     gpu_memory_utilization: Annotated[
         float | None,
         "Share of the memory that engine and KV cache may use (on a CPU: of what is free after loading), where the "
@@ -335,6 +343,9 @@ class EngineArgs:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("max_num_batched_encoder_embeds", self.max_num_batched_encoder_embeds, 1)
+        _at_least("encoder_cache_bytes", self.encoder_cache_bytes, 1)
+        self._check_images()
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _at_least("seed", self.seed, 0)
@@ -402,6 +413,14 @@ class EngineArgs:
         """Where the workers live."""
         chosen = self.distributed_executor_backend or ("uni" if self.num_workers == 1 else "mp")
         return cast(ExecutorKind, chosen)
+
+    def _check_images(self) -> None:
+        limits = self.limit_mm_per_prompt
+        if limits is None:
+            return
+        if not isinstance(limits, dict) or set(limits) - {"image"}:
+            raise ConfigError(f'limit_mm_per_prompt is {limits!r}, but must be a dictionary such as {{"image": 8}}.')
+        _at_least("limit_mm_per_prompt['image']", limits.get("image"), 0)
 
     def _check_workers(self) -> None:
         """What goes with several workers. Raises ConfigError."""

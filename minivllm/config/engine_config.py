@@ -69,6 +69,31 @@ class NodesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """How the engine sees images."""
+
+    family: str
+    """Whose spans and encoder: a model_type of config.json."""
+    placeholder: int
+    """The token that stands for an image, and in its span for each embedding."""
+    unit_embeds: int
+    """Embeddings of the least that the encoder encodes."""
+    unit_shape: tuple[int, int, int]
+    """Pixels of it: channels, height, width."""
+    most_embeds: int
+    """Embeddings of the largest image."""
+    bytes_per_embed: int
+    most_in_prompt: int
+    """Images of a prompt."""
+    max_num_batched_embeds: int
+    """Embeddings that a step encodes, at least one unit's."""
+    encoder_cache_bytes: int
+    """Of embeddings, at least the largest image's."""
+    pixel_bytes: int = 256 * 2**20
+    """Most pixels that the engine core holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
@@ -79,7 +104,7 @@ class EngineConfig:
     have all of some experts each. pipeline_parallel_size: stages that the layers are dealt out to, each with so many
     workers. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
     take [seconds]. data_parallel_size: engines that share the machine, each with the whole model, or all of it but
-    experts. nodes: None on one host."""
+    experts. nodes: None on one host. images: None where it reads text only, and no_images says why."""
 
     model: str
     model_path: str
@@ -112,6 +137,8 @@ class EngineConfig:
     heartbeat_timeout: float = 300.0
     data_parallel_size: int = 1
     nodes: NodesConfig | None = None
+    images: ImagesConfig | None = None
+    no_images: str = ""
 
     @property
     def shares_experts(self) -> bool:

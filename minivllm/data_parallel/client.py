@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from minivllm.config import EngineArgs
 from minivllm.engine_process import client as single
-from minivllm.engine_process.client import AsyncEngineClient, EngineClient
+from minivllm.engine_process.protocol.clients import AsyncEngineClient, EngineClient
 from minivllm.plugins import ROUTING
 
 Client = TypeVar("Client")

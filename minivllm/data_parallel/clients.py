@@ -22,9 +22,9 @@ from minivllm.data_parallel.calls import CHANGING, EMPTYING, STARTED_AGAIN, Stan
 from minivllm.data_parallel.policy import RoutingPolicy
 from minivllm.data_parallel.replicas import Connect, Replica
 from minivllm.data_parallel.router import Router
-from minivllm.engine_process.client import DeathListener
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient, WaitingClient
+from minivllm.engine_process.protocol.clients import DeathListener
 from minivllm.errors import EngineDeadError, EngineLostError, MinivllmError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 

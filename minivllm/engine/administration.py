@@ -119,6 +119,8 @@ class Administration:
             raise RequestError(f"The sleep level is {level!r}, but must be 1 (weights to the host) or 2 (drop them).")
         self._require_idle("sleep")
         self._core.executor.collective("sleep", level)
+        if self._core.encodings is not None:
+            self._core.encodings.clear()
         self._core.is_asleep, self._sleep_level = True, level
 
     def wake_up(self) -> None:

@@ -29,9 +29,12 @@ from minivllm.messages import (
     SchedulerOutput,
     TokenMasks,
 )
+from minivllm.multimodal.encodings import Encodings
+from minivllm.multimodal.items import PixelTensors
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
+from minivllm.scheduler.admission import AdmitWhereAll
 from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.structured_output.manager import StructuredOutputManager
@@ -65,6 +68,8 @@ class EngineCore:
         )
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
+        self.encodings = None if config.images is None else Encodings(config.images)
+        policies = [policy for policy in (admission, self.encodings) if policy is not None]
         transfer = config.kv_transfer
         self._connector = make_scheduler_side(transfer, executor.kv_groups, executor.block_bytes, config.num_workers)
         self.scheduler = Scheduler(
@@ -73,7 +78,8 @@ class EngineCore:
             async_scheduling=config.async_scheduling,
             connector=self._connector,
             load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
-            admission=admission,
+            admission=AdmitWhereAll(policies),
+            encodings=self.encodings,
         )
         self._connector.wake_with(lambda: executor.transfers.put(KVConnectorOutput()))
         self._is_stalled = False
@@ -106,6 +112,7 @@ class EngineCore:
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
                 outputs += self._update(step, ModelRunnerOutput())
                 is_loading = self.scheduler.loads.num_transfers > 0 or self._connector.is_asking
+                is_loading = is_loading or (self.encodings is not None and self.encodings.is_missing)
                 self._is_stalled = is_loading and not self._in_flight and not self.structured_output.blocked
                 break
             self._dispatch(step, self.structured_output.start_masks(step, requests) if self._is_guided() else None)
@@ -203,9 +210,32 @@ class EngineCore:
             raise RequestError("The engine is asleep: wake it up before sending requests.")
         if request.engine_request.lora is not None:
             request.lora_digest = self.load_adapter(request.engine_request.lora)
+        if request.images and self.encodings is None:
+            raise RequestError(f"The request has images. {self.config.no_images}")
         self._is_stalled = False
         self.scheduler.add_request(request)
         self.structured_output.prepare(request)
+        if self.encodings is not None and request.images and not request.is_finished:
+            self.encodings.want(request, self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+    def ask_for_pixels(self, ask: Callable[[list[bytes]], None]) -> None:
+        """Have ``ask`` called with the digests of images whose pixels are missing; ``take_pixels`` gets the answers."""
+        if self.encodings is not None:
+            self.encodings.ask = ask
+
+    def take_pixels(self, pixels: PixelTensors) -> None:
+        """The pixels of an image, or why there are none, which ends the requests with it."""
+        if self.encodings is None:
+            return
+        self._is_stalled = False
+        error = self.encodings.take_pixels(pixels)
+        if error is not None:
+            waiting = [
+                request
+                for request in self.scheduler.requests.values()
+                if any(image.digest == pixels.digest for image in request.images)
+            ]
+            self.scheduler.give_up(waiting, error)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""

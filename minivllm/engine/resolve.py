@@ -33,6 +33,7 @@ from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
 from minivllm.models.shards import agrees_on_scales, check_layout
+from minivllm.multimodal.facts import find_images
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 from minivllm.specs.decoder import DecoderConfig
@@ -104,6 +105,16 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     check_stages(args, facts, device, speculative)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
+    token_budget = resolve_token_budget(args, defaults, max_num_seqs)
+    images, no_images = find_images(
+        args,
+        str(path),
+        implementation=implementation,
+        hidden_size=facts.hidden_size if isinstance(facts, DecoderConfig) else 0,
+        vocab_size=facts.vocab_size,
+        dtype=dtype,
+        budget=token_budget,
+    )
     config = EngineConfig(
         model=args.model,
         model_path=str(path),
@@ -125,7 +136,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=resolve_token_budget(args, defaults, max_num_seqs),
+            max_num_batched_tokens=token_budget,
             max_model_len=max_model_len,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,
@@ -167,6 +178,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
             master_port=args.master_port,
             key_file=args.node_key_file or "",
         ),
+        images=images,
+        no_images=no_images,
     )
     if transfer is not None and needs_fingerprint:
         settings = settings_digest(config, facts)
@@ -183,6 +196,14 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         cache_dtype,
         cache_reason,
     )
+    if images is not None:
+        logger.info(
+            "Images: up to %d in a prompt, of up to %d embeddings; a step encodes up to %d, and %.0f MiB are kept.",
+            images.most_in_prompt,
+            images.most_embeds,
+            images.max_num_batched_embeds,
+            images.encoder_cache_bytes / 2**20,
+        )
     if config.expert_parallel:
         together = "s, which take every step together" if config.shares_experts else ""
         num_workers, num_engines = args.num_sharing_experts, config.data_parallel_size

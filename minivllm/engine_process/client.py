@@ -6,15 +6,17 @@ Nothing here imports torch before a core is loaded into this very process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from minivllm.config import EngineArgs, EngineConfig
+from minivllm.config import EngineArgs
 from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
 from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
-from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.engine_process.protocol.clients import AsyncEngineClient as AsyncEngineClient
+from minivllm.engine_process.protocol.clients import EngineClient as EngineClient
+from minivllm.engine_process.protocol.pixels import AnswersQuestions as AnswersQuestions
+from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.plugins import CLIENTS, EXECUTORS, NODE_AGENT, import_object
 
@@ -26,76 +28,7 @@ if TYPE_CHECKING:
     from minivllm.specs.facts import ModelFacts
 
 
-class EngineClient(Protocol):
-    """What frontends use. model_vocab_size: width of the logits. eos_token_ids: all ids that end a sequence."""
-
-    config: EngineConfig
-    model_vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
-    def get_outputs(self) -> list[EngineOutput]: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def stats(self) -> SchedulerStats: ...
-
-    def reset_prefix_cache(self) -> bool: ...
-
-    def call(self, method: str, *args: Any) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-class DeathListener(Protocol):
-    def __call__(self, error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
-        """An engine has died. request_ids: those that died with it, while others serve on or it starts again; None: it
-        is the end."""
-
-
-class AsyncEngineClient(Protocol):
-    """What ``AsyncLLM`` uses. config: of all engines together: as many places and tokens of a step as they have.
-
-    dead_error: why none serves any more. num_up: of num_engines, without one that starts again. num_restarts: of each.
-    """
-
-    config: EngineConfig
-    model_vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-    @property
-    def num_engines(self) -> int: ...
-
-    @property
-    def num_up(self) -> int: ...
-
-    @property
-    def num_restarts(self) -> Sequence[int]: ...
-
-    @property
-    def dead_error(self) -> EngineDeadError | None: ...
-
-    def start(self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]], on_death: DeathListener) -> None: ...
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def call_engine(self, index: int, method: str, *args: Any) -> Any: ...
-
-    async def close(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def terminate(self) -> None: ...
-
-
-class InProcessClient:
+class InProcessClient(AnswersQuestions):
     """Runs one step of the core per ``get_outputs``."""
 
     def __init__(self, core: EngineCore, model_vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -104,6 +37,8 @@ class InProcessClient:
         self.administration = Administration(core)
         self.model_vocab_size = model_vocab_size
         self.eos_token_ids = eos_token_ids
+        self._questions: list[bytes] = []
+        core.ask_for_pixels(self._questions.extend)
 
     def add_request(self, request: EngineRequest) -> None:
         self.core.add_request(request)
@@ -113,6 +48,8 @@ class InProcessClient:
 
     def get_outputs(self) -> list[EngineOutput]:
         """One step. An empty list means that nothing came out, not that nothing is left to do."""
+        while self._questions:
+            self.core.take_pixels(self._answer(self._questions.pop(0)))
         if not self.core.has_work():
             self.core.take_transfers(may_wait=True)
         return self.core.step()

@@ -24,6 +24,7 @@ import zmq
 from minivllm.config import EngineArgs
 from minivllm.distributed.lockstep import EngineSeat
 from minivllm.engine_process import frames
+from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.errors import EngineDeadError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit
 from minivllm.executor.records.private_directories import PrivateDirectory
@@ -168,18 +169,18 @@ class EngineConnection:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        self._send(frames.Add(request))
+        self.send(frames.Add(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        self._send(frames.Abort(request_ids))
+        self.send(frames.Abort(request_ids))
 
     def call(self, method: str, args: Sequence[object]) -> int:
         """Send a call; the id its Result will carry."""
         self._num_calls += 1
-        self._send(frames.Call(self._num_calls, method, list(args)))
+        self.send(frames.Call(self._num_calls, method, list(args)))
         return self._num_calls
 
-    def _send(self, message: frames.ToEngine) -> None:
+    def send(self, message: frames.ToEngine) -> None:
         if self.dead_error is not None:
             raise self.dead_error
         frame = self._codec.encode(message)
@@ -188,7 +189,7 @@ class EngineConnection:
         except zmq.ZMQError:
             raise self.death() from None
 
-    def decode(self, frame: bytes) -> frames.Outputs | frames.Result | frames.Died | None:
+    def decode(self, frame: bytes) -> frames.Outputs | frames.Result | frames.Died | WantPixels | None:
         """A message of the engine. Log lines go to their logger, malformed frames are refused: both give None."""
         try:
             message: frames.ToFrontend = self._codec.decode(frame, frames.ToFrontend)

@@ -11,9 +11,11 @@ import msgspec
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.distributed.lockstep import EngineSeat
+from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
+from minivllm.multimodal.items import PixelTensors
 
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
 """Names in the private directory: ROUTER and PULL of the frontend; where the engine's faulthandler writes stacks."""
@@ -59,7 +61,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     args: list[Any] = msgspec.field(default_factory=list)
 
 
-ToEngine = Add | Abort | Call
+ToEngine = Add | Abort | Call | PixelTensors
 
 
 # Engine -> frontend, PUSH to PULL.
@@ -85,7 +87,7 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
     error: ErrorInfo
 
 
-ToFrontend = Outputs | Result | Log | Died
+ToFrontend = Outputs | Result | Log | Died | WantPixels
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

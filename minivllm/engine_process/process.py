@@ -29,9 +29,11 @@ from minivllm.engine.administration import Administration
 from minivllm.engine.background_builds import POLL_SECONDS
 from minivllm.engine.core import EngineCore
 from minivllm.engine_process import frames
+from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, LogSender, printable
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
+from minivllm.multimodal.items import PixelTensors
 from minivllm.request import Request
 
 logger = logging.getLogger(__name__)
@@ -105,6 +107,7 @@ class EngineProcess:
         self._core, facts = load_core(self._start.args, self._start.seat)
         self._core.executor.when_dead(self._inputs.put)
         # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
+        self._core.ask_for_pixels(lambda digests: self._outputs.put(WantPixels(digests)))
         self._core.listen(lambda: self._inputs.put(frames.Abort([])))
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
@@ -152,7 +155,7 @@ class EngineProcess:
             self._handle(core, item)
             block = False
 
-    def _handle(self, core: EngineCore, item: Request | frames.Abort | frames.Call) -> None:
+    def _handle(self, core: EngineCore, item: Request | frames.Abort | frames.Call | PixelTensors) -> None:
         self._has_worked = True
         if isinstance(item, Request):
             try:
@@ -161,6 +164,8 @@ class EngineProcess:
                 self._refuse(item.request_id, str(error))
         elif isinstance(item, frames.Abort):
             core.abort_requests(item.request_ids)
+        elif isinstance(item, PixelTensors):
+            core.take_pixels(item)
         else:
             try:
                 result = frames.Result(item.call_id, self._call(core, item))

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq
 
 from minivllm.engine_process import frames
 from minivllm.engine_process.connection import DIED_STATUS, FINAL_MESSAGE_SECONDS, EngineConnection
+from minivllm.engine_process.protocol.pixels import AnswersQuestions, WantPixels
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
@@ -25,7 +27,7 @@ TICK_SECONDS, ASYNC_TICK_SECONDS = 1.0, 0.5
 """How often a client that waits, and one in an event loop, asks for a sign of life."""
 
 
-class _Client:
+class _Client(AnswersQuestions):
     """What both clients hold. pid: process id of the engine."""
 
     def __init__(self, connection: EngineConnection) -> None:
@@ -117,6 +119,9 @@ class ProcessClient(_Client, WaitingClient):
             raise connection.died(message)
         if isinstance(message, frames.Outputs):
             self._buffered.append(message.outputs)
+        if isinstance(message, WantPixels):
+            for pixels in self.answers(message.digests):
+                connection.send(pixels)
         return message if isinstance(message, frames.Result) else None
 
 
@@ -236,9 +241,17 @@ class AsyncProcessClient(_Client):
                     raise
             elif isinstance(message, frames.Result):
                 self._take_result(message)
+            elif isinstance(message, WantPixels):
+                self._tasks.append(asyncio.get_running_loop().create_task(self._answer_all(message.digests)))
             elif isinstance(message, frames.Died):
                 self._die(self._connection.died(message))
                 return
+
+    async def _answer_all(self, digests: list[bytes]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        with suppress(EngineDeadError):
+            async for pixels in self.answers_from_threads(digests):
+                self._connection.send(pixels)
 
     def _take_result(self, result: frames.Result) -> None:
         future = self._results.get(result.call_id)

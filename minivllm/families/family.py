@@ -55,6 +55,11 @@ IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
 """Names of a checkpoint that also sees images: where its language model lies, and what else is there."""
 
 
+SMOLVLM_PREFIXES: Mapping[str, str] = MappingProxyType({"model.text_model.": "model."})
+SMOLVLM_IMAGE_PARTS = ("model.vision_model.", "model.connector.")
+"""The same for Idefics 3 and SmolVLM."""
+
+
 def text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model of a checkpoint that also sees images. Its dtype may stand outside."""
     text = entries.get("text_config")

@@ -117,6 +117,7 @@ class AsyncLLM(TextFrontend):
         )
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
+        is_long = is_long or (isinstance(prompt, Mapping) and "multi_modal_data" in prompt)
         return self._stream(partial(asyncio.to_thread, prepare) if is_long else prepare, deadline, expires)
 
     async def abort(self, request_id: str) -> None:

@@ -55,7 +55,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order, whatever order they finish in.
 
-        prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A model that sees
+        also takes ``{"prompt": text, "multi_modal_data": {"image": image}}``, with one placeholder for each image.
         sampling_params: one for all or one per prompt; None takes the model's defaults.
         use_tqdm: a progress bar on stderr if that is a terminal. priority: one for all or one per prompt.
         lora_request: the adapter, one for all or one per prompt; adapters are loaded when they are first named.
@@ -79,6 +80,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
 
+        Images come as parts of a message's content: ``{"type": "image_url", "image_url": {"url": "data:…"}}``, or
+        ``{"type": "image_pil", "image_pil": image}``.
         add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
         parse_special_tokens: special tokens in the messages count; otherwise they are text, and only the template's own
         ones count. chat_template: takes the place of the model's, which need not have one then.
@@ -114,6 +117,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
         prepared = self._prepare(prompts, SamplingParams(max_tokens=params.max_tokens), lora_request)
+        if any(request.pictures for request in prepared):
+            raise RequestError("A beam search takes no images yet: leave them out, or sample.")
         ends, width = self.llm_engine.eos_token_ids, self.llm_engine.client.model_vocab_size
         searches = [BeamSearch(params, ends, width) for _ in prepared]
 

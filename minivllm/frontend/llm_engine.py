@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
+from minivllm.engine_process.client import AnswersQuestions
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.processing.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -45,6 +46,8 @@ class TextFrontend(InputProcessor):
         super().__init__(
             client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=self.eos_token_ids
         )
+        if self.images is not None and isinstance(client, AnswersQuestions):
+            client.serve_pixels(self.images.pixels)
         self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
 
     @property

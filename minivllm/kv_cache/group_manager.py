@@ -159,7 +159,8 @@ class SingleGroupManager(ABC):
     def _parent(self, request: Request, place: int) -> bytes:
         """Under which name the pieces of a block in this place are kept."""
         before = request.block_hashes[place * self.hashes_per_block - 1] if place else b""
-        return beginning_name(before, block_extras(request, place * self.hashes_per_block))
+        start = place * self.block_size
+        return beginning_name(before, block_extras(request, start, start + self.block_size))
 
     def withdraw(self, request_id: str, num_computed_tokens: int) -> None:
         """Blocks are offered to the prefix cache when a step is planned. If a request leaves before its step was sent,

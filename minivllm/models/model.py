@@ -42,15 +42,27 @@ class Attend(Protocol):
         state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given are the weights of the update."""
 
 
+class ImageRows(NamedTuple):
+    """Tokens that stand for parts of images.
+
+    features: [tokens, hidden], in the rows of these tokens what takes the place of their embeddings. is_image: bool
+    [tokens].
+    """
+
+    features: Tensor
+    is_image: Tensor
+
+
 class TokenInputs(NamedTuple):
     """What every layer needs of the tokens in this step.
 
     positions: in the sequence, int32 [tokens]. adapters: that of each token; None where the linear layers have no
-    adapters.
+    adapters. images: None in a step without images.
     """
 
     positions: Tensor
     adapters: RowAdapters | None = None
+    images: ImageRows | None = None
 
 
 class HiddenTap(NamedTuple):

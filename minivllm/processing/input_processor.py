@@ -21,7 +21,10 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
-from minivllm.messages import EngineRequest, LoRARequest
+from minivllm.messages import EngineRequest, ImageItem, LoRARequest
+from minivllm.multimodal.chat_parts import take_images
+from minivllm.multimodal.decoding import Picture
+from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import FALLBACK_SAMPLING, OutputKind, PoolingParams, SamplingParams
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``. With both
-ids and text the ids count and the text is only echoed."""
+ids and text the ids count and the text is only echoed. ``"multi_modal_data": {"image": …}`` brings one image or a list,
+each of PIL or the bytes of a file, and ``"mm_processor_kwargs"`` choices of the model's image processor."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+IMAGE_KEYS = ("multi_modal_data", "mm_processor_kwargs")
 GENERATION_CONFIG = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IN_GENERATION_CONFIG = (*_SAMPLING, "max_new_tokens")
@@ -60,6 +65,8 @@ class PreparedRequest:
     arrival_time: float
     sequences: list[EngineRequest]
     stops: StopMatcher | None = None
+    pictures: Sequence[Picture] = ()
+    """Of the prompt: found by the engine's questions as long as they are kept here."""
 
 
 class InputProcessor:
@@ -81,6 +88,8 @@ class InputProcessor:
         self._eos_token_ids = list(eos_token_ids)
         self._numbers = itertools.count()
         self._default_params: SamplingParams | None = None
+        self.images = None if config.images is None else PromptImages(config.images, config.model_path, tokenizer)
+        """None where the model reads text only."""
 
     def prepare(
         self,
@@ -106,6 +115,12 @@ class InputProcessor:
         params = self.get_default_sampling_params() if params is None else params
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
+        pictures = self._read_pictures(prompt)
+        items: list[ImageItem] = []
+        if self.images is not None:
+            token_ids, items = self.images.expand(token_ids, pictures)
+            if items and params.prompt_logprobs is not None:
+                raise RequestError("prompt_logprobs are not given for prompts with images: leave one of them out.")
         self._check_params(params)
         self._check_priority(priority)
         self.check_lora(lora)
@@ -143,6 +158,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 lora=lora,
                 pooling=pooling,
+                images=items,
             )
             for index in range(params.num_sequences)
         ]
@@ -155,6 +171,7 @@ class InputProcessor:
             arrival_time=arrival_time,
             sequences=sequences,
             stops=stops,
+            pictures=pictures,
         )
 
     def render_chat(
@@ -187,6 +204,7 @@ class InputProcessor:
                 f"messages is {_shown(messages)}, but must be a list of at least one message such as "
                 '{"role": "user", "content": "Hello"}.'
             )
+        messages, pictures = take_images(messages, self.images, self.config.no_images)
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(
@@ -204,7 +222,14 @@ class InputProcessor:
             **dict(chat_template_kwargs or {}),
         )
         self._check_num_characters(text, tokenizer)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
+        return {**prompt, "multi_modal_data": {"image": pictures}} if pictures else prompt
+
+    def expanded(self, prompt: Mapping[str, Any]) -> list[int]:
+        """The token ids of what ``render_chat`` returned, with a span for each image."""
+        token_ids: list[int] = prompt["prompt_token_ids"]
+        pictures = self._read_pictures(prompt)
+        return self.images.expand(token_ids, pictures)[0] if self.images is not None else token_ids
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's defaults where it brings them (generation_config.json), else FALLBACK_SAMPLING."""
@@ -227,8 +252,9 @@ class InputProcessor:
                 'such as {"prompt": "Hello"} or {"prompt_token_ids": [1, 2, 3]}.'
             )
         for key in fields:
-            if key not in PROMPT_KEYS:
-                raise RequestError(f"{_shown(key)} is not a field of a prompt; known are: {', '.join(PROMPT_KEYS)}.")
+            if key not in (*PROMPT_KEYS, *IMAGE_KEYS):
+                known = ", ".join((*PROMPT_KEYS, *IMAGE_KEYS))
+                raise RequestError(f"{_shown(key)} is not a field of a prompt; known are: {known}.")
         text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
         if cache_salt is not None:
             _check_text("cache_salt", cache_salt)
@@ -254,6 +280,19 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("The prompt has no tokens, but must have at least one.")
         return text, token_ids, cache_salt
+
+    def _read_pictures(self, prompt: Prompt) -> list[Picture]:
+        fields: Mapping[str, Any] = {} if isinstance(prompt, str) else prompt
+        data = fields.get("multi_modal_data")
+        if not data:
+            return []
+        if not isinstance(data, Mapping) or set(data) != {"image"}:
+            raise RequestError(
+                f'multi_modal_data is {_shown(data)}, but must be a dictionary such as {{"image": image}}.'
+            )
+        if self.images is None:
+            raise RequestError(f"The prompt has images: at most 0 per prompt. {self.config.no_images}")
+        return self.images.read(data["image"], fields.get("mm_processor_kwargs"))
 
     def _max_characters(self, tokenizer: Tokenizer) -> int | None:
         """A text of more characters cannot fit, whatever they are; None where that cannot be told."""

@@ -80,6 +80,7 @@ class OutputProcessor:
                 sequence_ids_to_abort.append(output.request_id)
             if request.finished:
                 request.metrics.finished_time = now
+                request.pictures = ()
                 del self._requests[request.internal_id]
         return request if sequence.has_news and (request.finished or not request.is_final_only) else None
 
@@ -111,6 +112,7 @@ class OutputProcessor:
     def discard(self, request: RequestState) -> list[str]:
         """Forget a request that has lost its reader. Returns the sequences that the engine must abort."""
         self._requests.pop(request.internal_id, None)
+        request.pictures = ()
         sequence_ids = [sequence.sequence_id for sequence in request.sequences]
         return [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
 
@@ -229,6 +231,8 @@ class RequestState:
             num_sequences=params.num_sequences,
         )
         self._prompt = prepared.prompt
+        self.pictures = prepared.pictures
+        """Kept here until the end: so they are found when the engine asks for their pixels."""
         self._prompt_token_ids = prepared.prompt_token_ids
         self._decoder = decoder
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = (

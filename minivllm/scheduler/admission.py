@@ -33,6 +33,20 @@ class AdmitAll(AdmissionPolicy):
         return True
 
 
+class AdmitWhereAll(AdmissionPolicy):
+    """What each of several policies asks for is needed."""
+
+    def __init__(self, policies: Sequence[AdmissionPolicy]) -> None:
+        self._policies = policies
+
+    def begin_step(self) -> None:
+        for policy in self._policies:
+            policy.begin_step()
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        return all(policy.may_run(request, running) for policy in self._policies)
+
+
 def reason_to_refuse(request: Request, max_model_len: int, room: int) -> str | None:
     """Why a request can never run, as a sentence; None if it can. room: see KVCacheManager."""
     if request.num_prompt_tokens < 1:

@@ -40,6 +40,7 @@ from minivllm.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from minivllm.multimodal.encodings import Encodings
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll, reason_to_refuse
 from minivllm.scheduler.drafting_stats import DraftingStats
@@ -60,7 +61,8 @@ class Scheduler:
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
     from device memory. connector, admission: see there; by default nothing is added to cache and memory.
-    load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy`` names.
+    load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy`` names. encodings: of
+    images, for a model that sees.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         load_failure_policy: KVLoadFailurePolicy = "recompute",
         admission: AdmissionPolicy | None = None,
         policy: SchedulingPolicy | None = None,
+        encodings: Encodings | None = None,
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
@@ -86,7 +89,7 @@ class Scheduler:
         self.loads = RemoteLoads(kv_cache_manager, self._connector)
         if self._connector.is_connected:
             kv_cache_manager.watch_full_blocks()
-        self._admission = admission or AdmitAll()
+        self._admission, self._encodings = admission or AdmitAll(), encodings
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
         self._refused: list[EngineOutput] = []
@@ -128,6 +131,14 @@ class Scheduler:
         if request is not None and request.status is RequestStatus.BLOCKED:
             self.waiting.remove(request)
             del self.requests[request_id]
+            self._refuse(request, error)
+
+    def give_up(self, requests: Iterable[Request], error: str) -> None:
+        """End requests, whatever they are doing: their outputs with finish_reason ERROR come with the next
+        update_from_output."""
+        for request in requests:
+            self.abort_requests([request.request_id])
+            request.status = RequestStatus.FINISHED_ERROR
             self._refuse(request, error)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -304,6 +315,11 @@ class Scheduler:
         self.kv_cache_manager.check_integrity(self.running, self.loads.held())
         if len(self.running) + len(self.waiting) + len(self.loads.waiting) != len(self.requests):
             raise RuntimeError("Scheduler integrity: a request is neither running nor waiting, or both.")
+        what = (
+            "" if self._encodings is None else self._encodings.contradiction({one.request_id for one in self.running})
+        )
+        if what:
+            raise RuntimeError(f"Scheduler integrity: {what}")
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -334,6 +350,8 @@ class Scheduler:
                 if 0 < threshold < num_new:
                     num_new = threshold
                 num_new = cut_chunk(request, num_computed, num_new)
+            if request.images and num_computed < request.num_prompt_tokens and self._encodings is not None:
+                num_new = self._encodings.cut_chunk(request, num_computed, num_new)
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
             num_left = request.num_prompt_tokens + max(request.max_tokens, 1) - 1 - num_computed
             num_new = min(num_new, num_left)
@@ -407,6 +425,9 @@ class Scheduler:
                 set_aside.append(waiting.pop())
                 continue
             is_admitted = self._join(request, prefix, promised, plan)
+            if is_admitted is None:
+                set_aside.append(waiting.pop())
+                continue
             if not is_admitted and prefix.sources:  # copying may take a block more
                 is_admitted = self._join(request, Prefix(hits, num_computed), promised, plan)
             if not is_admitted:
@@ -416,19 +437,25 @@ class Scheduler:
         for request in reversed(set_aside):
             waiting.prepend(request)
 
-    def _join(self, request: Request, prefix: Prefix, promised: list[int], plan: StepPlan) -> bool:
+    def _join(self, request: Request, prefix: Prefix, promised: list[int], plan: StepPlan) -> bool | None:
         """Admit a waiting request with what it need not compute; False, and nothing has changed, if there is no room
-        besides the promised blocks."""
+        besides the promised blocks; None if its next token is one of an image that cannot be encoded yet."""
         manager, num_computed = self.kv_cache_manager, prefix.num_tokens
         threshold = self.config.long_prefill_token_threshold
         num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
         if 0 < threshold < num_new:
             num_new = threshold
         num_new = manager.cut_chunk(request, num_computed, num_new)
+        if request.images and num_computed < request.num_prompt_tokens and self._encodings is not None:
+            num_new = self._encodings.cut_chunk(request, num_computed, num_new)
+            if num_new == 0:
+                self._encodings.release(request)
+                return None
         room = manager.allocate_slots(
             request, num_new, num_computed, prefix.blocks, num_reserved_blocks=promised, sources=prefix.sources
         )
         if room is None:
+            self._release_images(request)
             return False
         self._admit(request, num_computed, manager.get_block_ids(request.request_id), plan)
         plan.add(request, num_new)
@@ -470,6 +497,7 @@ class Scheduler:
         plan.take_back(request)
         plan.preempted.append(request.request_id)
         self.kv_cache_manager.free(request)
+        self._release_images(request)
         request.num_computed_tokens = 0
         request.draft_token_ids = []
         request.num_preemptions += 1
@@ -478,6 +506,10 @@ class Scheduler:
         self._rolled_back.discard(request.request_id)
         self._num_preemptions += 1
         self.waiting.prepend(request)
+
+    def _release_images(self, request: Request) -> None:
+        if request.images and self._encodings is not None:
+            self._encodings.release(request)
 
     def _plan_drafts(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
         """Send the drafts that fit behind the known tokens; the rest is dropped."""
@@ -488,6 +520,7 @@ class Scheduler:
     def _send(self, plan: StepPlan) -> SchedulerOutput:
         """The plan is final: computed counts move forward as if the step had already run."""
         self.kv_cache_manager.settle()
+        forget, encode = ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
         output = SchedulerOutput(
             num_scheduled_tokens=plan.num_scheduled_tokens,
             block_copies=plan.block_copies,
@@ -497,6 +530,8 @@ class Scheduler:
             finished_request_ids=list(self._finished_request_ids),
             preempted_request_ids=plan.preempted,
             kv_connector_metadata=self._connector.build_connector_meta(self.kv_cache_manager.take_full_blocks()),
+            forget=forget,
+            encode=encode,
         )
         self._finished_request_ids = {}
         if plan.differences and self._rolled_back:
@@ -558,6 +593,8 @@ class Scheduler:
         self.loads.finish(request)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        if request.images and self._encodings is not None:
+            self._encodings.finish(request, self.requests.values())
         self._finished_request_ids[request.request_id] = None
         self._rolled_back.discard(request.request_id)
         self._num_prompt_logprobs.pop(request.request_id, None)

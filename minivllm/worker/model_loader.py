@@ -44,7 +44,7 @@ class DecoderLoader:
     def make(
         self, config: EngineConfig, facts: DecoderConfig, others: OtherWorkers, settings: Mapping[str, Any]
     ) -> Decoder:
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"sees": config.images is not None}
         if config.speculative is not None and config.speculative.eagle_version is not None:
             more["embeds_last"] = True
         if others.group is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from minivllm.linear.methods.method import forget_uncompiled_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import BlockCopy, EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.model import Model
+from minivllm.multimodal.eyes.encoded_images import EncodedImages
 from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
@@ -67,7 +69,9 @@ class ModelRunner:
         make_attention: AttentionFactory,
         adapters: AdapterManager | None = None,
         stage: Stage | None = None,
+        images: EncodedImages | None = None,
     ) -> None:
+        self._images = images
         self.decoder, self.limits = decoder, limits
         self._policy, self._make_attention = policy, make_attention
         device = decoder.device
@@ -165,9 +169,14 @@ class ModelRunner:
         if not self._is_last_stage:
             self._feedback.learn_for(step)
         rows = scheduled_rows(self.batch, step)
-        graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
+        has_images = self._images is not None and self._images.has_rows(rows)
+        graph = None
+        if self.graphs is not None and not has_images:  # the graphs are those of steps that read text
+            graph = self.graphs.choose([row.count for row in rows])
         with span("prepare"):
             inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
+            if has_images and self._images is not None:
+                inputs = replace(inputs, tokens=inputs.tokens._replace(images=self._images.rows(inputs)))
         if graph is None or self.graphs is None:
             hidden = StepHidden(self.model.forward(inputs))
         else:

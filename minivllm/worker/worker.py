@@ -40,6 +40,8 @@ from minivllm.messages import (
 )
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
+from minivllm.multimodal.eyes.encoded_images import EncodedImages
+from minivllm.multimodal.eyes.eye import Eye, load_eye
 from minivllm.profiling.device_profile import DeviceProfile
 from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.logits_processors import load_logits_processors
@@ -82,6 +84,7 @@ class Worker:
         self._decoder: Model
         self._draft_decoder: Model | None = None
         self._adapters: AdapterManager | None = None
+        self._images: EncodedImages | None = None
         self.runner: ModelRunner
         self._previous_config = config
         self._sleep_level = 0
@@ -109,6 +112,9 @@ class Worker:
         logger.info("Reading the weights of %s …", self.config.model)
         self._decoder, log_choices = load_model(self.config, self.facts, self._others)
         self._draft_decoder = load_draft_model(self.config, self._decoder, self._stage)
+        if self.config.images is not None:
+            eye = load_eye(self.config, self.config.images, self.device)
+            self._images = EncodedImages(eye, self.config.images)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora, self.facts)
         gc.collect()
@@ -121,12 +127,19 @@ class Worker:
         """The model, and the drafter's."""
         return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
+    @property
+    def _all_weights(self) -> list[Model | Eye]:
+        """What holds them."""
+        return [*self._decoders, *([] if self._images is None else [self._images.eye])]
+
     def size_cache(self) -> list[GroupSpec]:
         """The KV groups with their pools; see ``size_groups``."""
         utilization = self.config.cache.memory_utilization
 
         def free_bytes() -> int:
             free = cache_memory(self.device, utilization, self._profile_step)
+            if self.config.images is not None:
+                free = max(0, free - self.config.images.encoder_cache_bytes)
             # The workers of a host share its memory, and each node has as many of them; a GPU has its own.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
             own, all_layers = len(self._decoder.cache_specs), self.facts.num_layers
@@ -147,6 +160,8 @@ class Worker:
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
         limits = RunnerLimits(-(-tokens // length), tokens, length, groups)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
+        if self._images is not None and self.config.images is not None:
+            self._images.encode_zeros(self.config.images.max_num_batched_embeds)
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
     def initialize_pools(self, num_blocks: list[int], block_bytes: list[int]) -> None:
@@ -205,7 +220,9 @@ class Worker:
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         stage = self._others.stage
-        return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, stage)
+        return ModelRunner(
+            self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, stage, self._images
+        )
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
@@ -219,6 +236,11 @@ class Worker:
         run_on_null_block(self.runner, counts)
         for batch in self.runner.model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
+        if self._images is not None:
+            with self._images.everywhere():
+                run_on_null_block(self.runner, counts)
+                run_on_null_block(self.runner, [1])
+            self._images.encode_zeros(1)
         compiler.freeze()
         logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 
@@ -310,6 +332,10 @@ class Worker:
         if step.block_copies:
             with span("copy_blocks"):
                 self.runner.copy_blocks(step.block_copies)
+        if step.encode or step.forget:
+            assert self._images is not None
+            with span("encode"):
+                self._images.apply(step.forget, step.encode)
         if connector is None or metadata is None:
             return self.runner.launch(step, token_masks)
         connector.start_load_kv(metadata)
@@ -366,11 +392,13 @@ class Worker:
             self._connector.register_kv_caches(())
         for caches in self._caches:
             caches.clear()
-        for decoder in self._decoders:
+        if self._images is not None:
+            self._images.clear()
+        for weights in self._all_weights:
             if level == 2:
-                decoder.map_weights(lambda tensor: torch.empty(0))
+                weights.map_weights(lambda tensor: torch.empty(0))
             elif self.policy.has_own_memory:
-                decoder.map_weights(lambda tensor: tensor.to("cpu"))
+                weights.map_weights(lambda tensor: tensor.to("cpu"))
         self._sleep_level = level
         gc.collect()
         return_freed_memory()
@@ -383,16 +411,20 @@ class Worker:
         read again."""
         if self._sleep_level == 2:
             decoder, draft_decoder, adapters = self._decoder, self._draft_decoder, self._adapters
+            images = self._images
             try:
                 self.load_model()
                 decoder.take_weights(self._decoder)
+                if images is not None and self._images is not None:
+                    images.eye.take_weights(self._images.eye)
                 if draft_decoder is not None and self._draft_decoder is not None:
                     draft_decoder.take_weights(self._draft_decoder)
             finally:
                 self._decoder, self._draft_decoder, self._adapters = decoder, draft_decoder, adapters
+                self._images = images
         elif self.policy.has_own_memory:
-            for decoder in self._decoders:
-                decoder.map_weights(lambda tensor: tensor.to(self.device))
+            for weights in self._all_weights:
+                weights.map_weights(lambda tensor: tensor.to(self.device))
         self.runner.model.allocate_caches()
         for model in self.runner.guessing_models:
             model.allocate_caches()
@@ -430,8 +462,8 @@ class Worker:
             weights.append(tensor)
             return tensor
 
-        for decoder in self._decoders:
-            decoder.map_weights(collect)
+        for holder in self._all_weights:
+            holder.map_weights(collect)
         return weights
 
     def start_profile(self, directory: str) -> None:

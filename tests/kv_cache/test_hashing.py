@@ -74,7 +74,7 @@ def test_a_salt_separates_every_block_of_the_chain() -> None:
     for request in (salted, other, plain):
         extend_block_hashes(request, 2)
     assert len({*salted.block_hashes, *other.block_hashes, *plain.block_hashes}) == 12
-    assert block_extras(salted, 0) == ("cache_salt", "a") and block_extras(salted, 1) == ()
+    assert block_extras(salted, 0, 4) == ("cache_salt", "a") and block_extras(salted, 4, 8) == ()
 
 
 def test_a_salt_of_broken_unicode_is_hashed_like_any_other() -> None:

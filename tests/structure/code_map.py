@@ -15,6 +15,7 @@ ORDER = (
     "minivllm/lang",
     "minivllm/frontend",
     "minivllm/processing",
+    "minivllm/multimodal",
     "minivllm/tokenizer",
     "minivllm/stop_conditions",
     "minivllm/data_parallel",

@@ -27,7 +27,7 @@ RARE = frozenset(
         *("max_queued_requests", "max_queued_prompt_tokens", "request_timeout", "max_body_bytes", "log_json"),
         *("drain_timeout", "stats_interval", "lora_directory", "otlp_endpoint", "strict", "min_prefill_tokens"),
         *("prefill_timeout", "model_option", "enable_prefix_caching", "kv_transfer_config", "cors_origins"),
-        "reuse_partial_blocks",
+        *("reuse_partial_blocks", "limit_mm_per_prompt", "max_num_batched_encoder_embeds", "encoder_cache_bytes"),
     }
 )
 """Parameters that the short help of a command with engine flags leaves out."""

@@ -40,6 +40,7 @@ _WRITTEN: dict[str, tuple[Any, str]] = {
     "hf_overrides": (str | None, "JSON"),
     "speculative_config": (str | None, "JSON"),
     "kv_transfer_config": (str | None, "JSON"),
+    "limit_mm_per_prompt": (str | None, "JSON"),
     "logits_processors": (list[str] | None, "MODULE:CLASS"),
     "profile": (str | None, "DIR"),
 }
@@ -52,6 +53,7 @@ _JSON_EXAMPLES = {
     "hf_overrides": '{"num_hidden_layers": 2}',
     "speculative_config": '{"method": "ngram"}',
     "kv_transfer_config": '{"kv_connector": "OffloadingConnector"}',
+    "limit_mm_per_prompt": '{"image": 2}',
 }
 
 

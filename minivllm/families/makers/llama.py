@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
+from minivllm.errors import ModelError
 from minivllm.families.dense import Description, dense, window_in_every_layer
 from minivllm.families.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
 from minivllm.families.experts import experts_from_gguf, experts_of, with_experts
-from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
+from minivllm.families.family import IMAGE_PARTS, SMOLVLM_IMAGE_PARTS, SMOLVLM_PREFIXES, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.specs.layers import LayerSpec, MoeSpec, PositionScaling
 
 logger = logging.getLogger(__name__)
@@ -130,23 +131,58 @@ _MINISTRAL3_IMAGES = replace(
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,
 )
-_LLAMA_FAMILIES = (
-    Family(
-        architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
-        model_type="llama",
-        gguf_architecture="llama",
-        defaults=defaults(
-            vocab_size=32000,
-            intermediate_size=11008,
-            max_position_embeddings=2048,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
-        gguf_permutes_rotary=True,
-        windowed="MistralForCausalLM",
-        with_experts="MixtralForCausalLM",
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
+    model_type="llama",
+    gguf_architecture="llama",
+    defaults=defaults(
+        vocab_size=32000,
+        intermediate_size=11008,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
+    describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
+    gguf_permutes_rotary=True,
+    windowed="MistralForCausalLM",
+    with_experts="MixtralForCausalLM",
+)
+
+
+def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of a checkpoint that sees images with the weights of a Llama. The tie of its head stands
+    outside."""
+    text = text_part(entries)
+    kind = text.get("model_type", "llama")
+    if kind != "llama":
+        raise ModelError(
+            f"text_config.model_type is {kind!r}, but minivllm's own layers serve {entries.get('model_type')} with a "
+            "language model of type 'llama' only."
+        )
+    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
+    return {**text, **tied}
+
+
+def _seeing(architecture: str, model_type: str, prefixes: Mapping[str, str], image_parts: tuple[str, ...]) -> Family:
+    return replace(
+        _LLAMA,
+        architecture=architecture,
+        model_type=model_type,
+        gguf_architecture=None,
+        windowed=None,
+        with_experts=None,
+        rewrite_config=_llama_text,
+        prefixes=prefixes,
+        left_out=image_parts,
+    )
+
+
+_SMOLVLM = (SMOLVLM_PREFIXES, SMOLVLM_IMAGE_PARTS)
+_LLAMA_FAMILIES = (
+    _LLAMA,
+    _seeing("LlavaForConditionalGeneration", "llava", TEXT_PREFIXES, IMAGE_PARTS),
+    _seeing("Idefics3ForConditionalGeneration", "idefics3", *_SMOLVLM),
+    _seeing("SmolVLMForConditionalGeneration", "smolvlm", *_SMOLVLM),
     Family(
         architecture="MistralForCausalLM",
         model_type="mistral",

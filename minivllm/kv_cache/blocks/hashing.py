@@ -41,11 +41,19 @@ def state_name(block_hash: bytes) -> bytes:
     return hashlib.sha256(b"state" + block_hash).digest()
 
 
-def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
-    """Extras of one block of a request. The chain carries a first block's extras into all blocks after it."""
-    if block_index > 0:
-        return ()
+def block_extras(request: Request, start: int, end: int) -> tuple[Extra, ...]:
+    """Extras of the block that holds the tokens from ``start`` to ``end`` of a request.
+
+    The chain carries the salt and the adapter of a first block into all blocks after it. An image is named in every
+    block that its span overlaps, with the distance from the block's start to the span's, negative in later blocks:
+    placeholders are equal tokens wherever they stand.
+    """
     extras: tuple[Extra, ...] = ()
+    for image in request.images:
+        if image.offset < end and image.offset + image.length > start:
+            extras += ("image", image.digest, image.offset - start)
+    if start > 0:
+        return extras
     if request.engine_request.cache_salt is not None:
         extras += ("cache_salt", request.engine_request.cache_salt)
     if request.lora_digest is not None:
@@ -69,7 +77,9 @@ def extend_block_hashes(request: Request, block_size: int) -> None:
     parent = hashes[-1] if hashes else b""
     for index in range(len(hashes), len(token_ids) // block_size):
         start = index * block_size
-        parent = hash_block(parent, token_ids[start : start + block_size], block_extras(request, index))
+        parent = hash_block(
+            parent, token_ids[start : start + block_size], block_extras(request, start, start + block_size)
+        )
         hashes.append(parent)
 
 

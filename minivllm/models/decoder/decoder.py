@@ -7,6 +7,7 @@ products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.decoder.program import decoder_program
 from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.mixers.attention import SelfAttention
-from minivllm.models.model import Attend, Hidden, HiddenTap, TokenInputs
+from minivllm.models.model import Attend, Hidden, HiddenTap, ImageRows, TokenInputs
 from minivllm.models.rotary import rotary_frequencies
 from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span
@@ -61,6 +62,7 @@ class Decoder:
         group: ExpertGroup | None = None,
         stage: Stage | None = None,
         embeds_last: bool = False,
+        sees: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
@@ -69,7 +71,7 @@ class Decoder:
         choose_method: picks the quantised method of each linear layer, if it gets one.
         cache_dtype: of the KV cache, if it is not attention_dtype.
         stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage has the
-        embedding too, for a head that drafts there.
+        embedding too, for a head that drafts there. sees: some steps have images.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
         self._communicator, self._group = communicator, group
@@ -102,6 +104,8 @@ class Decoder:
         self.tap: HiddenTap | None = None
         self._declared: tuple[TokenInputs, Sequence[LayerCache]]
         self._step: BoundProgram
+        self._sees = sees
+        self._seeing: BoundProgram | None = None
         self._final: BoundProgram | None = None
         self._programs: list[BoundProgram] = []
         """All that are bound to these weights."""
@@ -238,9 +242,12 @@ class Decoder:
     ) -> Plan:
         """The program of this worker, fused. tokens, caches: specs. layers: only so many."""
         own = self.layers[:layers]
-        inputs = program_inputs(tokens, [layer.own_cache(cache) for layer, cache in zip(own, caches)])
-        results = (result,) if self.stage.is_last else ()
-        return fuse(decoder_program(self, own, self._vocabulary_widths), inputs, ranks=self.shard.size, results=results)
+        inputs = dict(program_inputs(tokens, [layer.own_cache(cache) for layer, cache in zip(own, caches)]))
+        if tokens.images is not None:
+            rows = inputs.pop("rows")  # the last input always
+            inputs |= {**tokens.images._asdict(), "rows": rows}
+        program = decoder_program(self, own, self._vocabulary_widths, with_images=tokens.images is not None)
+        return fuse(program, inputs, ranks=self.shard.size, results=(result,) if self.stage.is_last else ())
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Have all regions compiled; layers that compute the same thing share one."""
@@ -251,6 +258,15 @@ class Decoder:
                     stored.compile_few_rows(compile_region)
         self._step = BoundProgram(self.plan(tokens, caches), compile_region)
         self._programs, self._final = [self._step], None
+        if self._sees:
+            self._seeing = BoundProgram(self.plan(self._with_images(tokens), caches), compile_region)
+            self._programs.append(self._seeing)
+
+    def _with_images(self, tokens: TokenInputs) -> TokenInputs:
+        """The same specs, of a step with images."""
+        is_image: Any = TensorSpec((TOKENS,), torch.bool, self.device)
+        features: Any = self.stream_spec
+        return tokens._replace(images=ImageRows(features, is_image))
 
     def _bind(self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits") -> BoundProgram:
         """One more program with these weights. ``build_regions`` comes first."""
@@ -286,7 +302,11 @@ class Decoder:
         if self._group is not None:
             self._group.begin_step(len(token_ids))
         world = self.world(attend, None if tap is None else note_input)
-        hidden = self._step.body(token_ids, tokens, caches, world)
+        if tokens.images is None:
+            hidden = self._step.body(token_ids, tokens, caches, world)
+        else:
+            assert self._seeing is not None, "this decoder was made to read text only"
+            hidden = self._seeing.body(token_ids, tokens, caches, world, *tokens.images)
         if tap is not None:
             tap.take(wanted, hidden, tokens, caches)
         return hidden

@@ -1,6 +1,7 @@
 """A decoder as a program: what stands between its weights and the arithmetic of a step.
 
     Embed, or Receive                                                                         stream
+    Overlay                       features of images, in steps that have some                 stream
     each layer:  AddNorm, mixer.ahead          norm -> qkv -> rotary -> KV write               q
                  Attend                        attention over the cache                        o
                  mixer.behind, Sum             o-proj                                          x
@@ -56,6 +57,15 @@ class Embed:
 
 
 @dataclass(frozen=True)
+class Overlay:
+    """Features of images take the place of embeddings. They are not scaled as those are."""
+
+    def __call__(self, stream: Tensor, features: Tensor, is_image: Tensor) -> Tensor:
+        """stream, features: [tokens, hidden]; is_image: bool [tokens]."""
+        return torch.where(is_image[:, None], features, stream)
+
+
+@dataclass(frozen=True)
 class Head:
     """Logits: the product of the head, scaled, with a soft cap (Gemma 2)."""
 
@@ -70,10 +80,13 @@ class Head:
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
 
-def decoder_program(decoder: Decoder, layers: Sequence[DecoderLayer], vocabulary_widths: Sequence[int]) -> Program:
+def decoder_program(
+    decoder: Decoder, layers: Sequence[DecoderLayer], vocabulary_widths: Sequence[int], *, with_images: bool = False
+) -> Program:
     """The program of a decoder's stage. layers: all of the stage, or the first ones, for an early exit.
 
-    vocabulary_widths: tokens of the vocabulary that each rank has.
+    vocabulary_widths: tokens of the vocabulary that each rank has. with_images: of steps in which some tokens stand for
+    images; two more inputs say which, and what.
     """
     config, stage = decoder.config, decoder.stage
     stream = decoder.stream_spec
@@ -86,6 +99,7 @@ def decoder_program(decoder: Decoder, layers: Sequence[DecoderLayer], vocabulary
         items += [
             Piece(embed, ("token_ids",), {"stream": stream}, lambda: (decoder.embedding,)),
             Sum("stream", stream),
+            *([Piece(Overlay(), ("stream", "features", "is_image"), {"stream": stream})] if with_images else []),
         ]
     else:
         items.append(Receive(stream))

@@ -29,12 +29,31 @@ RESERVED_TEMPLATE_NAMES = {
 """Arguments of the renderer itself; a client's names for the template must not reach it."""
 
 
-def template_messages(messages: Sequence[chat.Message], chat_template: str) -> list[dict[str, Any]]:
-    """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong."""
+def template_messages(
+    messages: Sequence[chat.Message], chat_template: str, *, sees: bool = False
+) -> list[dict[str, Any]]:
+    """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong. sees: the model
+    takes images: messages that have some keep their parts."""
     call_ids: set[str] = set()
+    made = []
+    for index, message in enumerate(messages):
+        parts = image_parts(message.content) if sees else None
+        if parts is not None:
+            message = message.model_copy(update={"content": ""})
+        entry = _template_message(f"messages.{index}", message, call_ids, chat_template)
+        made.append(entry if parts is None else {**entry, "content": parts})
+    return made
+
+
+def image_parts(content: Any) -> list[dict[str, Any]] | None:
+    """The parts of a content with images, as ``render_chat`` takes them; None for one without."""
+    if content is None or isinstance(content, str) or not any(isinstance(part, chat.ImagePart) for part in content):
+        return None
     return [
-        _template_message(f"messages.{index}", message, call_ids, chat_template)
-        for index, message in enumerate(messages)
+        {"type": "image_url", "image_url": {"url": part.image_url.url, "detail": part.image_url.detail}}
+        if isinstance(part, chat.ImagePart)
+        else {"type": "text", "text": part.text}
+        for part in content
     ]
 
 

@@ -56,7 +56,7 @@ class ChatRun(CompletionRun):
             structured_outputs=self._constraint.structure,
         )
         self._num_completions = self.params.num_sequences
-        self._messages = template_messages(request.messages, service.chat_template)
+        self._messages = template_messages(request.messages, service.chat_template, sees=service.sees)
         self._template_options = template_options(
             request,
             [] if self._offered is None else self._offered.tools,

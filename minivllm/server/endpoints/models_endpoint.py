@@ -20,6 +20,7 @@ def model_card(service: Service, model: ServedModel) -> protocol.ModelCard:
         parent=None if model.lora is None else service.models.base_name,
         max_model_len=service.max_model_len,
         default_sampling_params={name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
+        input_modalities=["text", "image"] if service.sees else ["text"],
     )
 
 
@@ -43,7 +44,7 @@ def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.To
             request.prompt, request.add_special_tokens is not False, request.parse_special_tokens is not False
         )
     else:
-        messages = template_messages(request.messages or [], service.chat_template)
+        messages = template_messages(request.messages or [], service.chat_template, sees=service.sees)
         options = template_options(
             request,
             request.tools or [],
@@ -51,7 +52,7 @@ def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.To
             trusts_templates=service.settings.trust_request_chat_template,
         )
         rendered = service.engine.render_chat(messages, **options)
-        token_ids = rendered["prompt_token_ids"]
+        token_ids = service.engine.expanded(rendered)
     return protocol.TokenizeResponse(
         count=len(token_ids),
         max_model_len=service.max_model_len,

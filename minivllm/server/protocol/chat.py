@@ -43,7 +43,7 @@ class ImageUrl(Body):
 
 
 class ImagePart(Body):
-    """Understood, so that it can be refused with a reason: the models served here read text only."""
+    """For models that see; others refuse it with a reason."""
 
     labels = PART_LABELS
     type: Literal["image_url"]

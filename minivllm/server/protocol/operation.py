@@ -28,6 +28,7 @@ class ModelCard(TypedDict):
     """created: when the server started, Unix time [seconds]. root: what was loaded under this name.
 
     parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says nothing.
+    input_modalities: "text", and "image" where the model sees.
     """
 
     id: str
@@ -38,6 +39,7 @@ class ModelCard(TypedDict):
     parent: str | None
     max_model_len: int
     default_sampling_params: dict[str, float]
+    input_modalities: list[str]
 
 
 class ModelList(TypedDict):

@@ -15,7 +15,7 @@ from minivllm.metrics.prometheus import RequestRecorder, ServerMetrics
 from minivllm.metrics.tracing import make_tracing
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
-from minivllm.server.bodies.errors import invalid, shutting_down, timed_out
+from minivllm.server.bodies.errors import invalid, shutting_down, timed_out, unsupported
 from minivllm.server.limits.admission import Admission, Ticket
 from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
 from minivllm.server.parsers.choose import choose_answer_format
@@ -56,6 +56,11 @@ class Service:
             for size in ("small", "large")
         )
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self.engine.images is not None
+
     def close(self) -> None:
         for texts in (self._small_texts, self._large_texts):
             texts.shutdown(wait=False, cancel_futures=True)
@@ -80,6 +85,8 @@ class Service:
         if limit == 0:
             raise invalid("truncate_prompt_tokens", "is 0, but must be at least 1, or -1 for as many as fit.")
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if limit is not None and "multi_modal_data" in fields:
+            raise unsupported("truncate_prompt_tokens", "would cut images: leave it out, or send text only.")
         token_ids = fields.get("prompt_token_ids")
         if token_ids is None:
             token_ids = self.engine.tokenizer.encode(fields["prompt"], add_special_tokens)

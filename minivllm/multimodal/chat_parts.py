@@ -1,0 +1,88 @@
+"""Images in the messages of a conversation: parts with data URLs, or with images of PIL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minivllm.errors import RequestError
+from minivllm.multimodal.decoding import MAX_FILE_BYTES, Picture
+from minivllm.multimodal.prompt_images import PromptImages
+
+IMAGE_PARTS = ("image_url", "image_pil")
+_DETAILS: Mapping[str, Mapping[str, bool]] = {
+    "auto": {},
+    "low": {"do_image_splitting": False},
+    "high": {"do_image_splitting": True},
+}
+
+
+def take_images(
+    messages: Sequence[Any], images: PromptImages | None, no_images: str
+) -> tuple[list[Any], list[Picture]]:
+    """(messages, pictures): each part with an image has become ``{"type": "image"}``, as chat templates know it.
+
+    images: None for a model that reads text only, and no_images says why. Raises RequestError that names the part.
+    """
+    pictures: list[Picture] = []
+    taken = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, (list, tuple)):
+            taken.append(message)
+            continue
+        parts = []
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in IMAGE_PARTS:
+                parts.append(part)
+                continue
+            name = f"messages[{index}].content[{number}]"
+            if images is None:
+                raise RequestError(f"{name} is an image: at most 0 images per request. {no_images}")
+            if len(pictures) == images.config.most_in_prompt:
+                raise RequestError(
+                    f"{name} is one image too many: at most {len(pictures)} images per request (limit_mm_per_prompt)."
+                )
+            pictures.append(_picture(part, kind, name, images))
+            parts.append({"type": "image"})
+        taken.append({**message, "content": parts})
+    return taken, pictures
+
+
+def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages) -> Picture:
+    given = part.get(kind)
+    if kind == "image_pil":
+        return images.read_one(given, {}, name)
+    url, detail = (given.get("url"), given.get("detail")) if isinstance(given, Mapping) else (given, None)
+    options = _DETAILS.get(detail or "auto")
+    if options is None:
+        raise RequestError(f"{name}: detail is {reprlib.repr(detail)}, but must be auto, low or high.")
+    if not set(options) <= set(images.options):
+        raise RequestError(f"{name}: detail is {detail!r}, but images of this model have no choices: leave it out.")
+    return images.read_one(read_data_url(url, name), options, name)
+
+
+def read_data_url(url: Any, name: str) -> bytes:
+    """The bytes of a data URL in base64. name: begins the sentence of errors. Raises RequestError."""
+    if not isinstance(url, str):
+        raise RequestError(f"{name} has no url: give one that begins with 'data:image/png;base64,'.")
+    head, comma, body = url[:256].partition(",")
+    scheme = head.partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        raise RequestError(f"{name}: remote images are off, since the server fetches nothing: send a data URL.")
+    if scheme != "data" or not comma or not head.lower().endswith(";base64"):
+        raise RequestError(
+            f"{name}: the url begins with {reprlib.repr(url[:32])}, but must begin with 'data:image/png;base64,' or "
+            "the like."
+        )
+    body = url[len(head) + 1 :]
+    if len(body) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise RequestError(f"{name} has about {len(body) * 3 // 4} bytes, but may have at most {MAX_FILE_BYTES}.")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{name}: the url is no valid base64: {error}.") from None

@@ -1,0 +1,273 @@
+"""Which images are encoded, which will be in this step, and which pixels are missing: the scheduler's view.
+
+Embeddings are a reference for the KV cache, not a part of it. They are kept from the first unit to the last chunk that
+reads them, and after that as long as nothing else needs their room: the oldest go first. Planned is as good as done,
+since workers run steps in order.
+
+    text [image 1: unit unit unit] text [image 2: unit unit] text
+    computed up to here ^     ^ the chunk ends here: the third unit is not encoded yet
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from minivllm.config import ImagesConfig
+from minivllm.messages import ImageItem, UnitsToEncode
+from minivllm.multimodal.items import PixelTensors, place_of
+from minivllm.request import Request
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """An image that has room in the workers' cache."""
+
+    item: ImageItem
+    num_units: int = 0
+    """Planned ones."""
+    users: set[tuple[str, int]] = field(default_factory=set)
+    """(request id, number of the image in its prompt) of running requests that are yet to read it."""
+
+
+class Encodings:
+    """One for each scheduler. The cache is counted in embeddings, of which all have the same size."""
+
+    def __init__(self, config: ImagesConfig) -> None:
+        self.ask: Callable[[list[bytes]], None] = lambda digests: None
+        """Asks the frontend for the pixels of these images; ``take_pixels`` gets the answers."""
+        self._config = config
+        self._capacity = config.encoder_cache_bytes // config.bytes_per_embed
+        self._unit_bytes, self._most_bytes = prod(config.unit_shape), config.pixel_bytes
+        self._cache: OrderedDict[bytes, _Encoding] = OrderedDict()
+        self._num_embeds = 0
+        self._readers: dict[str, Request] = {}
+        self._budget = config.max_num_batched_embeds
+        self._planned: list[UnitsToEncode] = []
+        self._forgotten: list[bytes] = []
+        self._pixels: dict[bytes, PixelTensors] = {}
+        self._asked: dict[bytes, ImageItem] = {}
+        self._abandoned: set[bytes] = set()
+        self._wanted: dict[bytes, ImageItem] = {}
+        self._urgent: set[bytes] = set()
+        self._first_missing: dict[str, bytes] = {}
+        self.num_encoded_units = 0
+        """Since the start."""
+        self.num_questions = 0
+        """Images whose pixels were asked for, since the start."""
+
+    # -- pixels --------------------------------------------------------------------------------------------------
+
+    def want(self, request: Request, num_cached: int) -> None:
+        """Ask for the pixels that a request lacks. num_cached: tokens of it that the prefix cache has."""
+        for item in request.images:
+            if item.end > num_cached and not self._is_encoded(item):
+                self._want(item)
+                self._first_missing.setdefault(request.request_id, item.digest)
+        self._ask_now()
+
+    def _is_encoded(self, item: ImageItem) -> bool:
+        entry = self._cache.get(item.digest)
+        return entry is not None and entry.num_units == item.num_units
+
+    def _want(self, item: ImageItem, is_urgent: bool = False) -> None:
+        self._abandoned.discard(item.digest)
+        if item.digest not in self._pixels and item.digest not in self._asked:
+            self._wanted.setdefault(item.digest, item)
+            if is_urgent:
+                self._urgent.add(item.digest)
+
+    def _ask_now(self) -> None:
+        """Ask for what is missing, in that order: for as much as may be held, and always for one if none is.
+
+        Images that a running request lacks are asked for at once: others may hold all the room until it has ended.
+        """
+        if not self._wanted:
+            return
+        held = [pixels.shape[0] for pixels in self._pixels.values()]
+        num_units = sum(held) + sum(item.num_units for item in self._asked.values())
+        questions, is_full = [], False
+        for digest, item in self._wanted.items():
+            is_full = is_full or (num_units > 0 and (num_units + item.num_units) * self._unit_bytes > self._most_bytes)
+            if not is_full or digest in self._urgent:
+                num_units += item.num_units
+                questions.append(digest)
+        for digest in questions:
+            self._asked[digest] = self._wanted.pop(digest)
+        self._urgent.clear()
+        self.num_questions += len(questions)
+        if questions:
+            self.ask(questions)
+
+    def take_pixels(self, pixels: PixelTensors) -> str | None:
+        """An answer. Unasked pixels are dropped. Returns why the image cannot be had, if it cannot."""
+        item = self._asked.pop(pixels.digest, None)
+        is_wanted = item is not None and pixels.digest not in self._abandoned
+        self._abandoned.discard(pixels.digest)
+        error = None
+        if item is not None and is_wanted:
+            expected = (item.num_units, *self._config.unit_shape)
+            if pixels.error is not None:
+                error = pixels.error
+            elif pixels.shape != expected or len(pixels.data) != item.num_units * self._unit_bytes:
+                error = f"The pixels of an image came as {list(pixels.shape)}, but must be {list(expected)}."
+            else:
+                self._pixels[pixels.digest] = pixels
+        self._ask_now()
+        return error
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether pixels that a request waits for are asked for, or are yet to be."""
+        return bool(self._asked or self._wanted)
+
+    def begin_step(self) -> None:
+        """See AdmissionPolicy."""
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether the pixels of the first image that a waiting request needs are there; see AdmissionPolicy. It need
+        not wait for those of later images: they may have no room before the first one is encoded."""
+        digest = self._first_missing.get(request.request_id)
+        return digest is None or (digest not in self._asked and digest not in self._wanted)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def cut_chunk(self, request: Request, start: int, count: int) -> int:
+        """How many of the ``count`` tokens from ``start`` a step can compute, with what it encodes before; 0 for none.
+
+        Plans the units that these tokens need, and makes the request a user of their images.
+        """
+        self._readers[request.request_id] = request
+        for number, item in enumerate(request.images):
+            if item.end <= start:
+                continue
+            if place_of(item, 0) >= start + count:
+                break
+            reader = (request.request_id, number)
+            limit = place_of(item, self._encode(item, reader, start + count))
+            if limit < start + count:
+                return max(0, limit - start)
+        return count
+
+    def _encode(self, item: ImageItem, reader: tuple[str, int], end: int) -> int:
+        """Plan units up to position ``end``, as many as the step may encode; embeddings that there will be."""
+        entry = self._cache.get(item.digest)
+        if entry is None or entry.num_units < item.num_units:
+            if item.digest not in self._pixels:
+                self._want(item, is_urgent=True)
+            elif entry is None and self._make_room(item.num_embeds):
+                entry = self._cache[item.digest] = _Encoding(item)
+                self._num_embeds += item.num_embeds
+        if entry is None:
+            return 0
+        self._cache.move_to_end(item.digest)
+        entry.users.add(reader)
+        first, size = entry.num_units, item.unit_embeds
+        while (
+            item.digest in self._pixels
+            and entry.num_units < item.num_units
+            and self._budget >= size
+            and place_of(item, entry.num_units * size) < end
+        ):
+            entry.num_units += 1
+            self._budget -= size
+        if entry.num_units > first:
+            self._plan(entry, first)
+        return entry.num_units * size
+
+    def _plan(self, entry: _Encoding, first: int) -> None:
+        digest, last = entry.item.digest, entry.num_units
+        pixels = self._pixels[digest]
+        data = memoryview(pixels.data)[first * self._unit_bytes : last * self._unit_bytes]
+        shape = (last - first, *pixels.shape[1:])
+        self._planned.append(UnitsToEncode(digest, first, entry.item.num_embeds, shape, bytes(data)))
+        self.num_encoded_units += last - first
+        if last == entry.item.num_units:
+            del self._pixels[digest]
+
+    def _make_room(self, num_embeds: int) -> bool:
+        """Forget images without users, the oldest first, until there is room for so many embeddings."""
+        unused = [(digest, entry) for digest, entry in self._cache.items() if not entry.users]
+        if self._num_embeds - sum(entry.item.num_embeds for _, entry in unused) + num_embeds > self._capacity:
+            return False
+        for digest, _ in unused:
+            if self._num_embeds + num_embeds <= self._capacity:
+                break
+            self._forget(digest)
+        return True
+
+    def _forget(self, digest: bytes) -> None:
+        self._num_embeds -= self._cache.pop(digest).item.num_embeds
+        self._forgotten.append(digest)
+        # An image can be forgotten in the step that was to encode it: a preempted request has left it.
+        self._planned = [units for units in self._planned if units.digest != digest]
+
+    def release(self, request: Request) -> None:
+        """A request has left, or is preempted, or could not be admitted."""
+        self._readers.pop(request.request_id, None)
+        for number, item in enumerate(request.images):
+            entry = self._cache.get(item.digest)
+            if entry is not None:
+                entry.users.discard((request.request_id, number))
+
+    def finish(self, request: Request, others: Iterable[Request]) -> None:
+        """A request has ended: pixels that none of the others needs are dropped, and no longer asked for."""
+        self.release(request)
+        self._first_missing.pop(request.request_id, None)
+        needed = {item.digest for other in others for item in other.images}
+        for digest in {item.digest for item in request.images} - needed:
+            self._wanted.pop(digest, None)
+            self._pixels.pop(digest, None)
+            if digest in self._asked:
+                self._abandoned.add(digest)
+        self._ask_now()
+
+    def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[list[bytes], list[UnitsToEncode]]:
+        """What the step that is sent forgets and then encodes.
+
+        num_scheduled_tokens: of its requests, which are no longer users of images that they pass with these.
+        """
+        for request_id, request in list(self._readers.items()):
+            num_computed = request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
+            for number, item in enumerate(request.images):
+                if item.end <= num_computed and item.digest in self._cache:
+                    self._cache[item.digest].users.discard((request_id, number))
+            if request.images[-1].end <= num_computed:
+                del self._readers[request_id]
+        step = self._forgotten, self._planned
+        self._forgotten, self._planned = [], []
+        self._budget = self._config.max_num_batched_embeds
+        self._ask_now()
+        return step
+
+    def clear(self) -> None:
+        """Forget all embeddings: the encoder has other weights, or no memory. No request may be unfinished."""
+        for digest in list(self._cache):
+            self._forget(digest)
+
+    # -- a look inside -------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all embeddings that have room."""
+        return self._num_embeds * self._config.bytes_per_embed
+
+    @property
+    def num_held_pixels(self) -> int:
+        """Images whose pixels are held, or under way."""
+        return len(self._pixels) + len(self._asked)
+
+    def contradiction(self, request_ids: set[str]) -> str:
+        """What is wrong between steps; empty if nothing is. request_ids: of the running requests."""
+        users = {request_id for entry in self._cache.values() for request_id, _ in entry.users}
+        if not users <= request_ids:
+            return f"Requests use encoded images, but do not run: {sorted(users - request_ids)}."
+        if self._num_embeds != sum(entry.item.num_embeds for entry in self._cache.values()):
+            return "The cache of encoded images has lost count."
+        if self._num_embeds > self._capacity:
+            return (
+                f"The cache of encoded images holds {self._num_embeds} embeddings, but has room for {self._capacity}."
+            )
+        return ""

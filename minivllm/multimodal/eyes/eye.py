@@ -1,0 +1,137 @@
+"""An image encoder and what joins it to the language model: modules of transformers, with a checkpoint's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.checkpoints.checkpoint import open_safetensors, safetensors_files
+from minivllm.config import EngineConfig, ImagesConfig
+from minivllm.errors import ModelError
+from minivllm.multimodal.eyes.idefics3 import idefics3_parts
+from minivllm.multimodal.eyes.llava import llava_parts
+from minivllm.multimodal.facts import read_config, read_processor
+
+Parts = dict[str, nn.Module]
+"""Modules by the beginning of their names in a checkpoint, "model." left out."""
+
+Encode = Callable[[Tensor], Tensor]
+"""Normalised pixels [units, channels, height, width] -> embeddings [units, embeds, hidden]."""
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """``(x * scale - mean) / std``, for each channel, in float32."""
+
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, processor: Mapping[str, Any]) -> Normalization:
+        """As the entries of a processor's file say."""
+        scale = float(processor.get("rescale_factor", 1 / 255)) if processor.get("do_rescale", True) else 1.0
+        if not processor.get("do_normalize", True):
+            return cls(scale, (0.0,), (1.0,))
+        return cls(scale, tuple(processor["image_mean"]), tuple(processor["image_std"]))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 [units, channels, height, width] -> float32, same shape."""
+        mean, std = (torch.tensor(values, device=pixels.device)[:, None, None] for values in (self.mean, self.std))
+        return (pixels.float() * self.scale - mean) / std
+
+
+class Eye:
+    """Encodes units of images. parts: its modules; encode: what they compute together."""
+
+    def __init__(
+        self, parts: Parts, encode: Encode, normalization: Normalization, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.parts, self._encode, self._normalization = parts, encode, normalization
+        self.dtype, self.device = dtype, device
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """uint8 [units, channels, height, width], on any device -> [units, embeds, hidden] of the model's dtype."""
+        return self._encode(self._normalization(pixels.to(self.device)).to(self.dtype))
+
+    def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every weight by ``change(weight)``; see Model."""
+        for module in self.parts.values():
+            for tensor in module.parameters():
+                tensor.data = change(tensor.data)
+
+    def take_weights(self, other: Eye) -> None:
+        """Take over the weights of an eye that was loaded in the same way."""
+        for name, module in self.parts.items():
+            for tensor, theirs in zip(module.parameters(), other.parts[name].parameters(), strict=True):
+                tensor.data = theirs.data
+
+
+_FAMILIES = {"llava": llava_parts, "idefics3": idefics3_parts, "smolvlm": idefics3_parts}
+
+
+def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -> Eye:
+    """The eye of a model, with its weights. Raises ModelError where they are not all there."""
+    from transformers import AutoConfig
+
+    path, dtype = Path(config.model_path), getattr(torch, config.dtype)
+    described = AutoConfig.from_pretrained(path)
+    described._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(config.seed)
+            parts, encode = _FAMILIES[images.family](described)
+    finally:
+        torch.set_default_dtype(before)
+    for module in parts.values():
+        module.eval().requires_grad_(False).to(device=device, dtype=dtype)
+    if config.load_format != "dummy":
+        _load(path, parts)
+    eye = Eye(parts, encode, Normalization.of(read_processor(path, read_config(path))), dtype, device)
+    return eye
+
+
+def _load(directory: Path, parts: Parts) -> None:
+    """Copy the tensors of a checkpoint into the modules. Raises ModelError."""
+    targets = {f"{part}.{_plain(name)}": tensor for part, module in parts.items() for name, tensor in _tensors(module)}
+    missing = set(targets)
+    for path in safetensors_files(directory)[0]:
+        with open_safetensors(path) as file:
+            for stored in file.keys():  # noqa: SIM118 (a safetensors file is no dictionary)
+                name = _plain(stored.removeprefix("model."))
+                target = targets.get(name)
+                if target is None:
+                    continue
+                value = file.get_tensor(stored)
+                if value.shape != target.shape:
+                    raise ModelError(
+                        f"{path}: tensor {stored!r} is {list(value.shape)}, but the image encoder that config.json "
+                        f"describes has {list(target.shape)} there."
+                    )
+                target.copy_(value)
+                missing.discard(name)
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} tensors of its image encoder, {min(missing)!r} among them: start with "
+            'limit_mm_per_prompt={"image": 0} to serve it without images.'
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in module.named_parameters():
+        yield name, tensor.data
+    persistent = module.state_dict().keys()
+    yield from ((name, tensor) for name, tensor in module.named_buffers() if name in persistent)
+
+
+def _plain(name: str) -> str:
+    """A name without the module that only some versions of transformers put around an encoder."""
+    return name.replace("vision_tower.vision_model.", "vision_tower.")

@@ -1,0 +1,112 @@
+"""What a model's files say about its images: sizes, tokens, limits. Nothing here imports torch or PIL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import EngineArgs, ImagesConfig
+from minivllm.errors import ModelError
+from minivllm.multimodal.expansion import FAMILIES, make_expansion
+
+MOST_IMAGES = 8
+"""In a prompt, if limit_mm_per_prompt does not say."""
+_NO_VISION = "This model reads text only."
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The entries of config.json, {} where there is none."""
+    return _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+
+
+def read_processor(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a model's image processor, {} where it has none. Raises ModelError for a broken file."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path / name).is_file():
+            entries = _read_json(path / name)
+            found = entries.get("image_processor", entries)
+            if isinstance(found, Mapping) and "image_processor_type" in found:
+                return found
+    return {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable as JSON: {error}.") from None
+    if not isinstance(entries, dict):
+        raise ModelError(f"{path} holds a {type(entries).__name__}, but must hold a JSON object.")
+    return entries
+
+
+def find_images(
+    args: EngineArgs, path: str, *, implementation: str, hidden_size: int, vocab_size: int, dtype: str, budget: int
+) -> tuple[ImagesConfig | None, str]:
+    """How a model sees images, or None and why it does not, in a sentence.
+
+    path, implementation, vocab_size: of the model. hidden_size, dtype: of its embeddings. budget: tokens of a step.
+    Raises ModelError for broken files.
+    """
+    directory = Path(path)
+    config = read_config(directory) if directory.is_dir() else {}
+    family = config.get("model_type")
+    most = MOST_IMAGES if args.limit_mm_per_prompt is None else args.limit_mm_per_prompt.get("image", MOST_IMAGES)
+    reason = _reason_against(args, config, implementation, most)
+    processor = {} if reason else read_processor(directory, config)
+    if not reason and not processor:
+        reason = f"Its directory has no preprocessor_config.json, which says how images become pixels: {path}."
+    placeholder = config.get("image_token_id", config.get("image_token_index"))
+    if not reason and not (isinstance(placeholder, int) and 0 <= placeholder < vocab_size):
+        reason = f"image_token_id in config.json is {placeholder!r}, but must be one of the {vocab_size} known tokens."
+    if reason:
+        return None, reason
+    expansion = make_expansion(str(family), config, processor, str(directory))
+    unit_embeds, most_embeds = expansion.unit_embeds, expansion.most_embeds
+    bytes_per_embed = hidden_size * (4 if dtype == "float32" else 2)
+    asked_bytes = args.encoder_cache_bytes or 2 * most_embeds * bytes_per_embed
+    return (
+        ImagesConfig(
+            family=str(family),
+            placeholder=placeholder,
+            unit_embeds=unit_embeds,
+            unit_shape=expansion.unit_shape,
+            most_embeds=most_embeds,
+            bytes_per_embed=bytes_per_embed,
+            most_in_prompt=most,
+            max_num_batched_embeds=max(args.max_num_batched_encoder_embeds or budget, unit_embeds),
+            encoder_cache_bytes=max(asked_bytes, most_embeds * bytes_per_embed),
+        ),
+        "",
+    )
+
+
+def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation: str, most: int) -> str:
+    family = config.get("model_type")
+    if not any(key in config for key in ("vision_config", "visual", "vision_tower")):
+        return _NO_VISION
+    if family not in FAMILIES:
+        return f"Images of models of type {family!r} are not served yet, those of {', '.join(FAMILIES)} are."
+    if implementation != "minivllm":
+        return "Images need minivllm's own layers: leave model_impl out."
+    if find_spec("PIL") is None:
+        return "Images need Pillow: pip install 'minivllm[images]'."
+    if most == 0:
+        return "The engine was started with limit_mm_per_prompt={'image': 0}."
+    method = (args.speculative_config or {}).get("method")
+    others = {
+        f"tensor_parallel_size={args.tensor_parallel_size}": args.tensor_parallel_size > 1,
+        f"pipeline_parallel_size={args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,
+        f"data_parallel_size={args.data_parallel_size}": args.data_parallel_size > 1,
+        f"distributed_executor_backend={args.executor!r}": args.executor != "uni",
+        "kv_transfer_config": args.kv_transfer_config is not None,
+        f"the speculative method {method!r}": method is not None,
+        "enable_lora": args.enable_lora,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            return f"Images are not served together with {name} yet."
+    return ""

@@ -1,0 +1,28 @@
+"""Pixels on their way to the engine core, and positions inside spans."""
+
+from __future__ import annotations
+
+import msgspec
+
+from minivllm.messages import ImageItem
+
+
+class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
+    """All units of an image, resized and cut, neither scaled nor normalised."""
+
+    digest: bytes
+    shape: tuple[int, ...] = ()
+    """[units, channels, height, width]."""
+    data: bytes = b""
+    """uint8, in C order."""
+    error: str | None = None
+    """Why there are none, for the senders of the requests that wait for them."""
+
+
+def place_of(item: ImageItem, num_embeds: int) -> int:
+    """The position in the prompt of the first placeholder after so many; of the span's end after all."""
+    for first, count in item.runs:
+        if num_embeds < count:
+            return item.offset + first + num_embeds
+        num_embeds -= count
+    return item.offset + item.length

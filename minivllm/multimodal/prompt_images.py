@@ -1,0 +1,147 @@
+"""The frontend's part: images of a prompt become spans of placeholders, and pixels when the engine core asks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from minivllm.config import ImagesConfig
+from minivllm.errors import RequestError
+from minivllm.messages import ImageItem
+from minivllm.multimodal.decoding import Picture, Pictures
+from minivllm.multimodal.expansion import make_expansion
+from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.multimodal.items import PixelTensors
+from minivllm.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class PromptImages:
+    """One for each frontend; any thread may call it.
+
+    A picture is found by its digest as long as something refers to it: the requests that it belongs to.
+    """
+
+    def __init__(self, config: ImagesConfig, model_path: str, tokenizer: Tokenizer | None) -> None:
+        self.config, self._path, self._tokenizer = config, Path(model_path), tokenizer
+        entries = read_config(self._path)
+        self._expansion = make_expansion(config.family, entries, read_processor(self._path, entries), model_path)
+        self._pictures = Pictures()
+        self._kept: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    @property
+    def num_kept(self) -> int:
+        """Pictures of unfinished requests, equal ones counted once."""
+        return len(self._kept)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Choices that a caller has for an image."""
+        return self._expansion.options
+
+    def read(self, images: Any, options: Any) -> list[Picture]:
+        """The pictures of a prompt. images: one or a list, each bytes of a file or an image of PIL; options: see
+        ``options``. Raises RequestError."""
+        sources = list(images) if isinstance(images, (list, tuple)) else [images]
+        if len(sources) > self.config.most_in_prompt:
+            raise RequestError(
+                f"The prompt has {len(sources)} images, but may have at most {self.config.most_in_prompt} "
+                "(limit_mm_per_prompt)."
+            )
+        checked = self._check_options(options)
+        names = ["The image" if len(sources) == 1 else f"Image {index}" for index in range(len(sources))]
+        return [self.read_one(source, checked, name) for source, name in zip(sources, names)]
+
+    def read_one(self, source: Any, options: Mapping[str, bool], name: str) -> Picture:
+        """See ``Pictures.read``; a picture stays what it is. An equal one of an unfinished request takes its place."""
+        picture = source if isinstance(source, Picture) else self._pictures.read(source, options, name)
+        with self._lock:
+            return self._kept.setdefault(picture.digest, picture)
+
+    def _check_options(self, options: Any) -> Mapping[str, bool]:
+        known = self._expansion.options
+        if not isinstance(options or {}, Mapping):
+            raise RequestError(f"mm_processor_kwargs is a {type(options).__name__}, but must be a dictionary.")
+        for key, value in (options or {}).items():
+            if key not in known:
+                allowed = f"known are: {', '.join(known)}" if known else "images of this model have no choices"
+                raise RequestError(f"mm_processor_kwargs has {key!r}, but {allowed}.")
+            if not isinstance(value, bool):
+                raise RequestError(f"mm_processor_kwargs[{key!r}] is {value!r}, but must be true or false.")
+        return dict(options or {})
+
+    def expand(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], list[ImageItem]]:
+        """The prompt with a span in the place of every placeholder. Raises RequestError if there are more or fewer of
+        them than pictures."""
+        count = token_ids.count(self.config.placeholder)
+        if count != len(pictures):
+            raise RequestError(
+                f"The prompt has {count} placeholders for images (token {self.config.placeholder}), but "
+                f"{len(pictures)} images came with it: there must be one for each."
+            )
+        expanded: list[int] = []
+        items: list[ImageItem] = []
+        waiting = iter(pictures)
+        for token in token_ids:
+            if token != self.config.placeholder:
+                expanded.append(token)
+                continue
+            picture = next(waiting)
+            span = self._expansion.expand(picture.width, picture.height, picture.options, self._encode)
+            item = ImageItem(
+                digest=picture.digest,
+                offset=len(expanded),
+                length=len(span.token_ids),
+                runs=span.runs,
+                unit_embeds=self._expansion.unit_embeds,
+                num_units=span.num_units,
+            )
+            if item.num_embeds > self.config.most_embeds:
+                raise RequestError(
+                    f"An image of {picture.width} × {picture.height} pixels has {item.num_embeds} embeddings, but the "
+                    f"engine holds at most {self.config.most_embeds}: make it smaller."
+                )
+            items.append(item)
+            expanded += span.token_ids
+        return expanded, items
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("Images of this model need a tokenizer for the markers between their parts.")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def pixels(self, digest: bytes) -> PixelTensors:
+        """The answer to a question of the engine core."""
+        with self._lock:
+            picture = self._kept.get(digest)
+        if picture is None:
+            return PixelTensors(digest, error="Its image is no longer there: the request has ended.")
+        try:
+            values = self._process(picture)
+        except Exception as error:  # of a library, about an image that was decoded before
+            logger.exception("An image could not be resized.")
+            return PixelTensors(digest, error=f"An image cannot be resized: {type(error).__name__}: {error}.")
+        return PixelTensors(digest, tuple(values.shape), values.tobytes())
+
+    def _process(self, picture: Picture) -> Any:
+        """uint8 [units, channels, height, width]."""
+        import numpy as np
+
+        with self._lock:  # the processor is imported and read once
+            processor = self._processor
+        unscaled = {"do_rescale": False, "do_normalize": False, **picture.options}
+        values = np.asarray(processor(picture.pixels(), return_tensors="np", **unscaled)["pixel_values"])
+        return np.ascontiguousarray(values.reshape(-1, *values.shape[-3:]).astype(np.uint8))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(self._path, backend="pil")

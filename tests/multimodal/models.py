@@ -1,0 +1,194 @@
+"""Tiny random models that see, as transformers saves them, and what transformers answers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and the special ones of all families."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def text_config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        **{
+            "vocab_size": len(SPECIAL) + 256,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 1,
+            "tie_word_embeddings": False,
+            **changes,
+        }
+    )
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+}
+
+
+def save_llava(directory: Path, kind: str = "clip") -> Path:
+    """25 embeddings for an image, or 49 with SigLIP."""
+    if kind == "clip":
+        vision: Any = CLIPVisionConfig(**_VISION, image_size=20, projection_dim=32)
+        size = {"size": {"shortest_edge": 20}, "crop_size": {"height": 20, "width": 20}}
+        processor: Any = CLIPImageProcessorPil(**size)
+    else:
+        vision = SiglipVisionConfig(**_VISION, image_size=28)
+        processor = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text_config(),
+        image_token_index=2,
+        image_token_id=2,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default" if kind == "clip" else "full",
+        tie_word_embeddings=False,
+    )
+    return _save(directory, LlavaForConditionalGeneration(config), processor)
+
+
+def save_tiles(directory: Path, kind: str = "idefics3") -> Path:
+    """Tiles of 16 × 16 pixels with 4 embeddings each; at most 4 × 4 of them."""
+    config_class, model_class = {
+        "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
+        "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+    }[kind]
+    config = config_class(
+        vision_config={**_VISION, "image_size": 16},
+        text_config=text_config(),
+        image_token_id=2,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
+    return _save(directory, model_class(config), processor)
+
+
+def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
+    """With weights large enough that every part of the model matters, and norms that are not trivial."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if parameter.dim() == 1 else 0.15))
+    model.float().eval().save_pretrained(directory)
+    processor.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@cache
+def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
+    """(model, processor) of transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    if model.config.model_type == "llava":
+        is_clip = model.config.vision_config.model_type == "clip_vision_model"
+        images: Any = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(directory)
+        strategy = model.config.vision_feature_select_strategy
+        return model, LlavaProcessor(images, tokenizer, 4, strategy, num_additional_image_tokens=int(is_clip))
+    images = Idefics3ImageProcessorPil.from_pretrained(directory)
+    return model, Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def expected(directory: Path, text: str, images: list[Image.Image], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens that transformers generates greedily, and the logits [tokens, vocab] that they were taken from."""
+    model, processor = reference(directory)
+    inputs = processor(images=images or None, text=text, return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, torch.cat(out.logits)
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """Smooth noise: resizing keeps some of it."""
+    small = np.random.default_rng(seed).integers(0, 256, (7, 9, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+KINDS = ("clip", "siglip", "idefics3", "smolvlm")
+
+
+def save(directory: Path, kind: str) -> Path:
+    """A model of one of KINDS."""
+    return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
+
+
+def prompt(text: str, *images: Any, **more: Any) -> dict[str, Any]:
+    """A prompt as ``LLM.generate`` takes it."""
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}, **more}

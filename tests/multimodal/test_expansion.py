@@ -1,0 +1,41 @@
+"""Spans are what the processors of transformers write, for images of any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from minivllm.multimodal.expansion import make_expansion
+from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.multimodal.models import KINDS, reference
+
+SIZES = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(lambda size: max(size) <= 190 * min(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(size=SIZES)
+@example(size=(300, 2))
+@example(size=(16, 16))
+@example(size=(17, 16))
+def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, size: tuple[int, int]) -> None:
+    directory = directories[kind]
+    config, tokenizer = read_config(directory), load_tokenizer(directory)
+    expansion = make_expansion(str(config["model_type"]), config, read_processor(directory, config), str(directory))
+    image = Image.fromarray(np.zeros((size[1], size[0], 3), np.uint8))
+    _, processor = reference(directory)
+    for choice in [{}, *[{name: value} for name in expansion.options for value in (False, True)]]:
+        inputs = processor(images=[image], text="<image>", return_tensors="np", add_special_tokens=False, **choice)
+        span = expansion.expand(*size, choice, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        assert span.token_ids == inputs["input_ids"][0].tolist()
+        units = inputs["pixel_values"].reshape(-1, *expansion.unit_shape)
+        assert len(units) == span.num_units <= expansion.most_embeds // expansion.unit_embeds
+        placeholders = [place for first, count in span.runs for place in range(first, first + count)]
+        assert placeholders == [place for place, token in enumerate(span.token_ids) if token == 2]
+        assert len(placeholders) == span.num_units * expansion.unit_embeds

@@ -1,0 +1,131 @@
+"""Preemption, aborts, small caches: answers stay what they are, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.multimodal.items import PixelTensors
+from tests.multimodal.conftest import core_of, engine
+from tests.multimodal.models import expected, picture, prompt
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", ("clip", "smolvlm"))
+def test_a_cache_of_one_image_serves_many(directories: dict[str, Path], kind: str) -> None:
+    directory = directories[kind]
+    prompts = [(f"<s>{number}<image>and<image>", [picture(number), picture(number + 1)]) for number in range(5)]
+    settings = {"encoder_cache_bytes": 1, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 128}
+    with engine(directory, **settings) as llm:
+        outputs = llm.generate([prompt(text, *images) for text, images in prompts], GREEDY)
+        for (text, images), output in zip(prompts, outputs):
+            assert output.outputs[0].token_ids == expected(directory, text, images, 4)[0]
+
+
+def test_pixels_have_a_bound_and_all_requests_end(directories: dict[str, Path]) -> None:
+    directory = directories["smolvlm"]
+    prompts = [(f"<s>{number}<image>and<image>", [picture(number), picture(number + 7)]) for number in range(6)]
+    with engine(directory, num_gpu_blocks_override=256, max_num_seqs=2) as llm:
+        core = core_of(llm)
+        assert core.encodings is not None
+        core.encodings._most_bytes = 1
+        outputs = llm.generate([prompt(text, *images) for text, images in prompts], GREEDY)
+        for (text, images), output in zip(prompts, outputs):
+            assert output.outputs[0].token_ids == expected(directory, text, images, 4)[0]
+
+
+@pytest.mark.parametrize("caches", (True, False))
+def test_preempted_requests_answer_the_same(directories: dict[str, Path], caches: bool) -> None:
+    """Answers grow until blocks run out: victims come back with the encoding, or without."""
+    directory = directories["clip"]
+    params = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    prompts = [(f"<s>{number}<image>", [picture(number)]) for number in range(4)]
+    settings = {"num_gpu_blocks_override": 11, "max_model_len": 96, "encoder_cache_bytes": 1}
+    with engine(directory, enable_prefix_caching=caches, **settings) as llm:
+        outputs = llm.generate([prompt(text, *images) for text, images in prompts], params)
+        assert llm.get_metrics().num_preemptions > 0
+        for (text, images), output in zip(prompts, outputs):
+            assert output.outputs[0].token_ids == expected(directory, text, images, 28)[0]
+
+
+def test_aborted_between_question_and_answer(directories: dict[str, Path]) -> None:
+    with engine(directories["smolvlm"]) as llm:
+        core, frontend = core_of(llm), llm.llm_engine
+        questions: list[bytes] = []
+        core.ask_for_pixels(questions.extend)
+        frontend.add_request("a", prompt("<s><image>", picture(0)), GREEDY)
+        assert len(questions) == 1 and core.step() == [] and not core.has_work()
+        frontend.abort_request(["a"])
+        core.take_pixels(PixelTensors(questions[0], (17, 3, 16, 16), bytes(17 * 3 * 16 * 16)))
+        assert core.encodings is not None and core.encodings.num_held_pixels == 0
+        # Another one that wants the image before the answer to the first question is there.
+        frontend.add_request("b", prompt("<s><image>", picture(0)), GREEDY)
+        frontend.abort_request(["b"])
+        frontend.add_request("c", prompt("<s><image>", picture(0)), GREEDY)
+        assert len(questions) == 2
+        assert frontend.images is not None
+        core.take_pixels(frontend.images.pixels(questions[1]))
+        outputs = []
+        while frontend.has_unfinished_requests():
+            outputs += frontend.step()
+        assert outputs[-1].outputs[0].token_ids == expected(directories["smolvlm"], "<s><image>", [picture(0)], 4)[0]
+
+
+def test_an_image_that_cannot_be_had_ends_its_requests_alone(directories: dict[str, Path]) -> None:
+    with engine(directories["clip"]) as llm:
+        core, frontend = core_of(llm), llm.llm_engine
+        questions: list[bytes] = []
+        core.ask_for_pixels(questions.extend)
+        for name in ("a", "b"):
+            frontend.add_request(name, prompt(f"<s>{name}<image>", picture(0)), GREEDY)
+        frontend.add_request("text", {"prompt": "<s>text"}, GREEDY)
+        core.take_pixels(PixelTensors(questions[0], error="The file is gone."))
+        last = {}
+        while frontend.has_unfinished_requests():
+            last |= {output.request_id: output for output in frontend.step()}
+        assert last["a"].error == last["b"].error == "The file is gone."
+        assert last["text"].outputs[0].finish_reason == "length"
+
+
+def test_random_requests_and_aborts_leave_nothing(directories: dict[str, Path]) -> None:
+    """Workers and scheduler count the same bytes after every step."""
+    chance = random.Random(5)
+    settings = {"num_gpu_blocks_override": 24, "max_model_len": 200, "max_num_batched_tokens": 30}
+    with engine(directories["smolvlm"], **settings, max_num_batched_encoder_embeds=8) as llm:
+        core, frontend = core_of(llm), llm.llm_engine
+        assert core.encodings is not None
+        core.encodings._capacity = 80
+        core.encodings._config = replace(core.encodings._config, encoder_cache_bytes=80 * 64 * 4)
+        started = 0
+        while started < 25 or frontend.has_unfinished_requests():
+            if started < 25 and chance.random() < 0.4:
+                images = [picture(chance.randrange(5), 40, 20) for _ in range(chance.randrange(3))]
+                text = "<s>" + "x" * chance.randrange(8) + "<image>" * len(images) + "?"
+                given = prompt(text, *images) if images else {"prompt": text}
+                frontend.add_request(str(started), given, GREEDY)
+                started += 1
+            if chance.random() < 0.1:
+                frontend.abort_request([str(chance.randrange(25))])
+            frontend.step()
+            core.scheduler.check_integrity()
+            assert core.encodings.num_bytes >= core.executor.worker._images.num_bytes  # type: ignore[attr-defined]
+            assert core.encodings.num_bytes <= 80 * 64 * 4
+
+
+def test_sleep_and_new_weights_forget_images(directories: dict[str, Path]) -> None:
+    directory = directories["clip"]
+    text, images = "<s><image>", [picture(0)]
+    with engine(directory) as llm:
+        for level in (1, 2):
+            llm.generate(prompt(text, *images), GREEDY)
+            llm.sleep(level)
+            assert core_of(llm).executor.worker._images.num_bytes == 0  # type: ignore[attr-defined]
+            llm.wake_up()
+            (output,) = llm.generate(prompt(text, *images), GREEDY)
+            assert output.outputs[0].token_ids == expected(directory, text, images, 4)[0]
+            assert output.num_cached_tokens == 0

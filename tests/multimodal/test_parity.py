@@ -1,0 +1,105 @@
+"""A model that sees answers as transformers does, however its prompt is cut into steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replace_struct
+
+from minivllm import LLM, SamplingParams
+from tests.multimodal.conftest import core_of, engine
+from tests.multimodal.models import KINDS, expected, picture, prompt
+
+NUM_TOKENS = 5
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
+
+
+def check(llm: LLM, directory: Path, text: str, images: list[Any]) -> None:
+    """Equal tokens, and equal log-probabilities of the likeliest ones."""
+    tokens, logits = expected(directory, text, images, NUM_TOKENS)
+    (output,) = llm.generate(prompt(text, *images), GREEDY)
+    completion = output.outputs[0]
+    assert completion.token_ids == tokens
+    logprobs = torch.log_softmax(logits, dim=-1)
+    assert completion.logprobs is not None
+    for place, entries in enumerate(completion.logprobs):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(logprobs[place, token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) -> None:
+    directory = directories[kind]
+    with engine(directory) as llm:
+        check(llm, directory, "<s>Look at <image> and say", [picture(0)])
+        check(llm, directory, "<s><image><image>Which is older?", [picture(1, 20, 90), picture(2, 64, 64)])
+        check(llm, directory, "<s>Ends with an image: <image>", [picture(3, 33, 21)])
+        check(llm, directory, "<s>Only words.", [])
+
+
+@pytest.mark.parametrize("kind", ("clip", "smolvlm"))
+@pytest.mark.parametrize("budget", (7, 16, 31))
+def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
+    directory = directories[kind]
+    with engine(directory, max_num_batched_tokens=budget, max_num_seqs=4, enable_prefix_caching=False) as llm:
+        check(llm, directory, "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)])
+
+
+@pytest.mark.parametrize("reach", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_border_of_a_chunk_around_every_run(directories: dict[str, Path], reach: int) -> None:
+    directory = directories["smolvlm"]
+    text, images = "<s>ab<image>cd", [picture(5, 40, 10)]
+    tokens, _ = expected(directory, text, images, NUM_TOKENS)
+    with engine(directory) as llm:
+        prepared = llm.llm_engine.prepare(None, prompt(text, *images), GREEDY)
+        (item,) = prepared.sequences[0].images
+        del prepared  # it keeps its pictures
+        assert len(item.runs) == item.num_units == 5
+        places = {item.offset + place + shift for first, count in item.runs for place in (first, first + count)
+                  for shift in range(-reach, reach + 1)}  # fmt: skip
+        core = core_of(llm)
+        for border in sorted(places):
+            core.scheduler.config = replace(core.scheduler.config, long_prefill_token_threshold=border)
+            assert llm.reset_prefix_cache()
+            (output,) = llm.generate(prompt(text, *images), replace_struct(GREEDY, max_tokens=2, logprobs=None))
+            assert output.outputs[0].token_ids == tokens[:2], border
+
+
+def test_one_unit_in_a_step_while_others_decode(directories: dict[str, Path]) -> None:
+    directory = directories["idefics3"]
+    text, images = "<s>Look at <image>.", [picture(6, 60, 60)]
+    with engine(directory, max_num_batched_encoder_embeds=4) as llm:
+        alone = llm.generate({"prompt": "<s>A long story"}, SamplingParams(temperature=0.0, max_tokens=24))
+        core, engine_ = core_of(llm), llm.llm_engine
+        assert llm.reset_prefix_cache()
+        before = core.encodings.num_encoded_units if core.encodings else 0
+        engine_.add_request("story", {"prompt": "<s>A long story"}, SamplingParams(temperature=0.0, max_tokens=24))
+        engine_.step()
+        engine_.add_request("image", prompt(text, *images), GREEDY)
+        outputs = {}
+        while engine_.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine_.step()}
+        assert core.encodings is not None and core.encodings.num_encoded_units == before + 17
+        steps = core.scheduler.recent_steps(0)
+        both = [one for one in steps if len(one.num_scheduled_tokens) == 2 and one.unfinished_prompts]
+        assert len(both) > 10, "the story is written while units are encoded"
+        assert outputs["story"].outputs[0].token_ids == alone[0].outputs[0].token_ids
+        assert outputs["image"].outputs[0].token_ids == expected(directory, text, images, NUM_TOKENS)[0]
+
+
+def test_async_scheduling_gives_the_same(directories: dict[str, Path]) -> None:
+    directory = directories["clip"]
+    with engine(directory, async_scheduling=True, max_num_batched_tokens=16) as llm:
+        check(llm, directory, "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)])
+
+
+def test_several_processes_of_an_engine(directories: dict[str, Path]) -> None:
+    directory = directories["smolvlm"]
+    text, images = "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)]
+    settings: dict[str, Any] = {"enforce_eager": True, "device": "cpu", "dtype": "float32"}
+    with LLM(str(directory), multiprocess=True, num_gpu_blocks_override=64, max_model_len=512, **settings) as llm:
+        check(llm, directory, text, images)

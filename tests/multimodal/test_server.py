@@ -1,0 +1,117 @@
+"""The server takes images in chat completions, counts them, and refuses what it must."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+from minivllm.config import EngineArgs
+from minivllm.frontend.async_llm import AsyncLLM
+from tests.multimodal.models import expected, picture
+from tests.server.serving import Served, serve_in_thread
+
+
+@pytest.fixture(scope="module")
+def server(directories: dict[str, Path]) -> Iterator[Served]:
+    args = EngineArgs(
+        model=str(directories["smolvlm"]),
+        device="cpu",
+        dtype="float32",
+        enforce_eager=True,
+        num_gpu_blocks_override=64,
+        block_size=16,
+        max_num_seqs=4,
+        max_model_len=512,
+    )
+    engine = AsyncLLM.from_args(args)
+    with serve_in_thread(lambda: engine) as running:
+        yield running
+
+
+def url_of(image: Image.Image, kind: str = "PNG") -> str:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def message(*urls: str, text: str = "What is it?", **more: Any) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 4}
+
+
+def test_an_answer_counts_its_images(server: Served, directories: dict[str, Path]) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    images = [picture(0, 60, 60), picture(1, 30, 60)]
+    asked: Any = [message(*map(url_of, images))]
+    (model,) = client.models.list().data
+    assert model.model_dump()["input_modalities"] == ["text", "image"]
+    answer = client.chat.completions.create(
+        model=model.id, messages=asked, temperature=0.0, max_tokens=4, extra_body={"ignore_eos": True}
+    )
+    text = "user:<image><image>What is it?</s>assistant:"
+    tokens, _ = expected(directories["smolvlm"], text, images, 4)
+    from minivllm.tokenizer.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(directories["smolvlm"])
+    assert answer.choices[0].message.content == tokenizer.decode(tokens)
+
+    counted = httpx.post(f"{server.url}/tokenize", json={"model": model.id, "messages": asked}).json()
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == counted["count"] == len(counted["tokens"])
+    assert counted["tokens"].count(2) == 4 * (17 + 9)
+
+
+def test_detail_is_the_number_of_tiles(server: Served) -> None:
+    def count(**more: Any) -> int:
+        body = {"messages": [message(url_of(picture(0, 60, 60)), **more)]}
+        return int(httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"].count(2))
+
+    assert count(detail="low") == 4
+    assert count() == count(detail="auto") == count(detail="high") == 17 * 4
+
+
+@pytest.mark.parametrize(
+    ("urls", "reason"),
+    [
+        (["https://example.org/a.png"], "remote images are off"),
+        (["file:///etc/passwd"], "must begin with 'data:image/png;base64,'"),
+        (["data:image/png;base64,!!!"], "no valid base64"),
+        (["data:image/png;base64,aGVsbG8="], "is no file of the formats PNG, JPEG, WEBP"),
+        ([url_of(picture(0))] * 9, "at most 8 images per request"),
+        ([url_of(picture(0, 300, 1))], "200 times as long"),
+    ],
+)
+def test_what_is_refused(server: Served, urls: list[str], reason: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [message(*urls)], **GREEDY})
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+
+
+def test_placeholders_in_the_text_of_a_user_are_text(server: Served) -> None:
+    body = {"messages": [message(url_of(picture(0)), text="<image><image><fake_token_around_image>")], **GREEDY}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    body = {"messages": [{"role": "user", "content": "Say <image>."}], **GREEDY}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+
+
+def test_bodies_may_be_as_large_as_images_are(server: Served) -> None:
+    noise = Image.effect_noise((1900, 1900), 100).convert("RGB")
+    url = url_of(noise)
+    assert 4 * 2**20 < len(url) < 20 * 2**20
+    started = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [message(url)], **GREEDY}, timeout=60)
+    assert answer.status_code == 200, (answer.text, started)
+    cut = {"messages": [message(url_of(picture(0)))], "truncate_prompt_tokens": 5, **GREEDY}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=cut)
+    assert answer.status_code == 400 and "would cut images" in answer.json()["error"]["message"]
