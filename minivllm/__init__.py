@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm import LLM
     from minivllm.kv_transfer.connector import KVConnector
     from minivllm.messages import LoRARequest
-    from minivllm.plugins import (
+    from minivllm.plugins.seams import (
         register_attention,
         register_connector,
         register_drafter,
@@ -62,7 +62,7 @@ _HOMES = {
         "families.dense": "Description",
         "families.family": "Family",
         "families.makers.registry": "register_family",
-        "plugins": "register_attention register_connector register_drafter register_policy register_routing",
+        "plugins.seams": "register_attention register_connector register_drafter register_policy register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",
         "processing.beam_search_params": "BeamSearchParams",

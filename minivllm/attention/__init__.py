@@ -1,6 +1,7 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, specs.
+May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, plugins,
+specs.
 Door: `AttentionBackend` in backend.py.
 """
 
@@ -16,7 +17,7 @@ from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
 from minivllm.attention.rule import AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
-from minivllm.plugins import register_attention
+from minivllm.plugins.seams import register_attention
 
 __all__ = [
     "AttentionBackend",

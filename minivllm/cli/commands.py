@@ -21,7 +21,8 @@ from minivllm.cli.serve import serve
 from minivllm.cli.trace.command import trace
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import WHEEL_MODELS
-from minivllm.plugins import COMMANDS, import_object
+from minivllm.plugins.plugin import import_object
+from minivllm.plugins.seams import COMMANDS
 
 
 class _BenchCommands(typer.core.TyperGroup):

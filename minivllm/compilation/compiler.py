@@ -20,7 +20,8 @@ from torch import Tensor
 from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
 from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.home import home_directory
-from minivllm.plugins import CODE_GENERATORS, import_object
+from minivllm.plugins.plugin import import_object
+from minivllm.plugins.seams import CODE_GENERATORS
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Both are frozen. ``EngineArgs`` keeps vLLM's names; ``EngineConfig`` is resolved from it exactly once
 (``minivllm.engine.resolve``), and every value the engine picks by itself is logged with its reason.
 
-May import: the vocabulary only.
+May import: plugins.
 Door: `EngineArgs` in engine_args.py, `EngineConfig` in engine_config.py.
 """
 

@@ -18,7 +18,8 @@ from minivllm.engine_process.protocol.clients import EngineClient as EngineClien
 from minivllm.engine_process.protocol.pixels import AnswersQuestions as AnswersQuestions
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
-from minivllm.plugins import CLIENTS, EXECUTORS, NODE_AGENT, import_object
+from minivllm.plugins.plugin import import_object
+from minivllm.plugins.seams import CLIENTS, EXECUTORS, NODE_AGENT
 
 logger = logging.getLogger(__name__)
 

@@ -259,15 +259,14 @@ class Encodings:
         """Images whose pixels are held, or under way."""
         return len(self._pixels) + len(self._asked)
 
-    def contradiction(self, request_ids: set[str]) -> str:
-        """What is wrong between steps; empty if nothing is. request_ids: of the running requests."""
+    def check_integrity(self, running: set[str]) -> None:
+        """Raises RuntimeError if counts contradict one another between two steps. running: ids of the requests."""
         users = {request_id for entry in self._cache.values() for request_id, _ in entry.users}
-        if not users <= request_ids:
-            return f"Requests use encoded images, but do not run: {sorted(users - request_ids)}."
-        if self._num_embeds != sum(entry.item.num_embeds for entry in self._cache.values()):
-            return "The cache of encoded images has lost count."
-        if self._num_embeds > self._capacity:
-            return (
-                f"The cache of encoded images holds {self._num_embeds} embeddings, but has room for {self._capacity}."
+        if not users <= running:
+            raise RuntimeError(f"Requests use encoded images, but do not run: {sorted(users - running)}.")
+        held = sum(entry.item.num_embeds for entry in self._cache.values())
+        if not held == self._num_embeds <= self._capacity:
+            raise RuntimeError(
+                f"The cache of encoded images holds {held} embeddings, but counts {self._num_embeds}, and has room for "
+                f"{self._capacity}."
             )
-        return ""

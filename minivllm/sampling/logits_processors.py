@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.errors import ConfigError
-from minivllm.plugins import import_object
+from minivllm.plugins.plugin import import_object
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -315,11 +315,8 @@ class Scheduler:
         self.kv_cache_manager.check_integrity(self.running, self.loads.held())
         if len(self.running) + len(self.waiting) + len(self.loads.waiting) != len(self.requests):
             raise RuntimeError("Scheduler integrity: a request is neither running nor waiting, or both.")
-        what = (
-            "" if self._encodings is None else self._encodings.contradiction({one.request_id for one in self.running})
-        )
-        if what:
-            raise RuntimeError(f"Scheduler integrity: {what}")
+        if self._encodings is not None:
+            self._encodings.check_integrity({request.request_id for request in self.running})
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -333,7 +330,9 @@ class Scheduler:
         allocate_slots, cut_chunk = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.cut_chunk
         no_block_ids = self.kv_cache_manager.no_block_ids
         rolled_back, scheduled = self._rolled_back, frozenset(plan.num_scheduled_tokens)
-        share, busy = stage_share(running, self._in_flight, self.config.num_stages)
+        share, busy = len(running), frozenset[str]()
+        if self.config.num_stages > 1:
+            share, busy = stage_share(running, self._in_flight, self.config.num_stages)
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]

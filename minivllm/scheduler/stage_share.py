@@ -16,8 +16,6 @@ def stage_share(
     Their next token, scheduled now, would make the first stage wait for the last one. Of the others, this step leaves
     enough for those that follow before the oldest one is back, and takes no more than an equal part of all.
     """
-    if num_stages == 1:
-        return len(running), frozenset()
     newest = list(in_flight)[1 - num_stages :]
     busy = frozenset(
         name for step in newest for name in step.output.num_scheduled_tokens.keys() - step.unfinished_prompts

@@ -47,6 +47,7 @@ ORDER = (
     "minivllm/gguf",
     "minivllm/transformers_models",
     "minivllm/hub",
+    "minivllm/plugins",
     "minivllm/server",
     "minivllm/metrics",
     "minivllm/profiling",

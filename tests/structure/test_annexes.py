@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm import plugins
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineArgs, engine_args
 from minivllm.engine_process.client import load_core, make_client, run_node
 from minivllm.errors import ConfigError
-from minivllm.plugins import CONNECTORS, import_object
+from minivllm.plugins import seams
+from minivllm.plugins.plugin import import_object
+from minivllm.plugins.seams import CONNECTORS
 from tests.structure.test_rooms import PACKAGES, declaration, own_imports, package_of
 
 SEAM_OF = {
@@ -49,7 +50,7 @@ def annex_of(package: str) -> str | None:
 
 def paths_at(seam: str) -> dict[str, str]:
     """What a seam names, by import path."""
-    found = getattr(plugins, seam)
+    found = getattr(seams, seam)
     if isinstance(found, str):
         return {"": found}
     if isinstance(found, tuple):
@@ -58,7 +59,7 @@ def paths_at(seam: str) -> dict[str, str]:
     return {
         f"{name}.{part}" if part else name: path
         for name, value in named.items()
-        for part, path in (value._asdict() if isinstance(value, plugins.ModelImplementation) else {"": value}).items()
+        for part, path in (value._asdict() if isinstance(value, seams.ModelImplementation) else {"": value}).items()
     }
 
 
@@ -129,8 +130,8 @@ def test_regions_compile_without_the_code_generators(tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     printed = without_annexes(
         """
-from minivllm import plugins
-plugins.CODE_GENERATORS = ()
+from minivllm.plugins import seams
+seams.CODE_GENERATORS = ()
 import torch
 from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.packed.whole_numbers import WholeNumbers, whole_numbers_linear

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES
+from minivllm.plugins.seams import ATTENTION, DRAFTERS, POLICIES
 from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()

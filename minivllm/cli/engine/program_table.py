@@ -16,7 +16,7 @@ def program_tables(model: str, ranks: int, stages: int) -> list[RenderableType]:
     from minivllm.config import EngineArgs
     from minivllm.engine.resolve import resolve
     from minivllm.hub.fetch import resolve_model
-    from minivllm.worker.program_plan import planned_programs
+    from minivllm.simulation.program_plan import planned_programs
 
     path = str(resolve_model(model, weights=False))
     plans = planned_programs(

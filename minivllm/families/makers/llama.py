@@ -13,7 +13,15 @@ from minivllm.errors import ModelError
 from minivllm.families.dense import Description, dense, window_in_every_layer
 from minivllm.families.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
 from minivllm.families.experts import experts_from_gguf, experts_of, with_experts
-from minivllm.families.family import IMAGE_PARTS, SMOLVLM_IMAGE_PARTS, SMOLVLM_PREFIXES, TEXT_PREFIXES, Family, defaults, text_part
+from minivllm.families.family import (
+    IMAGE_PARTS,
+    SMOLVLM_IMAGE_PARTS,
+    SMOLVLM_PREFIXES,
+    TEXT_PREFIXES,
+    Family,
+    defaults,
+    text_part,
+)
 from minivllm.specs.layers import LayerSpec, MoeSpec, PositionScaling
 
 logger = logging.getLogger(__name__)
