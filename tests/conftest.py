@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import zlib
@@ -85,6 +86,16 @@ def keep_what_lives() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """A test that changes the package's logger, a tutorial's script among them, changes it for itself alone."""
+    package = logging.getLogger("minivllm")
+    level, propagate = package.level, package.propagate
+    yield
+    package.setLevel(level)
+    package.propagate = propagate
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,6 @@ many tokens remain? (SGLang, Zheng et al. 2024.)
 # %%
 from __future__ import annotations
 
-import logging
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +21,6 @@ from tutorials.lesson import Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 
 lesson = Lesson(__doc__)
-logging.getLogger("minivllm").setLevel(logging.ERROR)
 folder = model_folder(SHAPE)
 letters = sorted(pre_tokenizers.ByteLevel.alphabet())
 backend = Tokenizer(models.BPE({letter: number + 2 for number, letter in enumerate(letters)}, []))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from minivllm.config import ImagesConfig
@@ -17,7 +17,9 @@ from minivllm.multimodal.decoding import Picture, Pictures
 from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
-from minivllm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

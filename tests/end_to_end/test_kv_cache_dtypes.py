@@ -16,7 +16,7 @@ from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.engine.resolve import resolve_cache_dtype
 from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
-from minivllm.worker import loading
+from minivllm.worker import model_loader
 from tests.parity_reference import engine_logits, greedy, random_prompts, reference_model, runner_of, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -52,7 +52,7 @@ def as_on_a_gpu(cache_dtype: torch.dtype) -> Iterator[None]:
             super().__init__(*args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "Decoder", WideDecoder)
+        patch.setattr(model_loader, "Decoder", WideDecoder)
         yield
 
 

@@ -49,6 +49,7 @@ async def branches(s: State, number: int, fails: bool = False) -> str:
     return " | ".join(await join(parts, go_on))
 
 
+@pytest.mark.slow
 def test_an_essay_computes_its_plan_once(llm: LLM) -> None:
     """At most 1.02 times the tree of its texts: branches that begin together compute their few common tokens each."""
     with counted(llm) as computed:
