@@ -19,7 +19,9 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """As ``gated_activation``, of gate and up [tokens, n] by themselves."""
     if activation == "silu":
-        is_quick = gate.dtype == torch.bfloat16 and gate.device.type == "cpu" and torch.compiler.is_compiling()
+        is_quick = (
+            gate.dtype == torch.bfloat16 and gate.device.type == "cpu" and torch.compiler.is_compiling()
+        )
         return quick_silu_product(gate, up) if is_quick else F.silu(gate) * up
     if activation == "gelu":
         return F.gelu(gate) * up
@@ -31,7 +33,8 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """gate_up [tokens, 2 * n], gate in the first half -> (up + 1) * gate * sigmoid(alpha * gate) [tokens, n] (gpt-oss).
+    """gate_up [tokens, 2 * n], gate in the first half -> (up + 1) * gate * sigmoid(alpha * gate) [tokens,
+    n] (gpt-oss).
 
     gate is at most ``limit`` before that, and up between -limit and limit.
     """

@@ -1,12 +1,13 @@
 """Paged attention as FlexAttention (He et al. 2024, "FlexAttention") over query tiles.
 
-Work is cut into tiles of consecutive query positions of one request, and each tile is one row of FlexAttention's batch
-dimension. A tile therefore never reads another request's blocks, and one mask rule serves prefill, chunks, decode and
-verification alike: a cache slot is visible if its position in the sequence lies within the bounds of the query.
-Windows, chunks and images that see themselves are bounds too: data, and no code.
+Work is cut into tiles of consecutive query positions of one request, and each tile is one row of
+FlexAttention's batch dimension. A tile therefore never reads another request's blocks, and one mask rule
+serves prefill, chunks, decode and verification alike: a cache slot is visible if its position in the sequence
+lies within the bounds of the query. Windows, chunks and images that see themselves are bounds too: data, and
+no code.
 
-The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT * G, D], so
-that keys and values are read once per KV head and any G works.
+The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT *
+G, D], so that keys and values are read once per KV head and any G works.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 
 
 class TileLists(NamedTuple):
-    """Which blocks each tile reads, as FlexAttention wants it. All int32; entries past the counts are ignored.
+    """Which blocks each tile reads, as FlexAttention wants it.
+    All int32; entries past the counts are ignored.
 
     partial_count, full_count: [tiles, 1, 1]. partial_blocks, full_blocks: [tiles, 1, 1, width].
-    Blocks in the full list are visible to every query of the tile; those in the partial list are masked per element.
-    full_count and full_blocks are None where every block is listed as partial (CUDA decode: with a full list the
-    split of the work follows the size of the whole cache).
+    Blocks in the full list are visible to every query of the tile; those in the partial list are masked per
+    element. full_count and full_blocks are None where every block is listed as partial (CUDA decode: with a
+    full list the split of the work follows the size of the whole cache).
     """
 
     partial_count: Tensor
@@ -61,22 +63,26 @@ def paged_flex_attention(
     sinks: Tensor | None = None,
     **options: Unpack[FlexOptions],
 ) -> Tensor:
-    """Attention of query tiles over blocks. To be compiled: uncompiled FlexAttention computes the whole square.
+    """Attention of query tiles over blocks.
+    To be compiled: uncompiled FlexAttention computes the whole square.
 
     q [tiles, kv_heads, QT * G, D], a real buffer with row (i, g) = query i, head g of the group.
     k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
-    bounds: int32 [capacity, QT], positions in the sequence of each query, (0, -1) for padding; capacity >= tiles is
-    fixed. kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds.
-    sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value (Xiao et
-    al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as partial in every tile,
-    nothing else of it is visible, and V is zero there.
-    soft_cap: scaled scores s become cap * tanh(s / cap). visibility: replaces the bounds; blocks it does not show whole
-    must be listed as partial. score_change: a change of the (capped) scores before the softmax, such as a bias by
-    distance. For both the last position that a query sees must be its own.
+    bounds: int32 [capacity, QT], positions in the sequence of each query, (0, -1) for padding; capacity >=
+    tiles is fixed. kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache
+    slot holds.
+    sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value
+    (Xiao et al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as
+    partial in every tile, nothing else of it is visible, and V is zero there.
+    soft_cap: scaled scores s become cap * tanh(s / cap). visibility: replaces the bounds; blocks it does not
+    show whole must be listed as partial. score_change: a change of the (capped) scores before the softmax,
+    such as a bias by distance. For both the last position that a query sees must be its own.
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
     blocks, block_size, kv_heads, head_dim = k_cache.shape
-    k, v = (cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache))
+    k, v = (
+        cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache)
+    )
     where = lists, bounds, kv_position, sinks
     return attend_to_blocks(q, k, v, *where, block_size=block_size, **options)
 
@@ -99,8 +105,8 @@ def attend_to_blocks(
 ) -> Tensor:
     """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D].
 
-    kv_position: as there. None: the bounds are slots. Or [capacity, 1]: the position of a key less its slot, where the
-    partial blocks of a tile lie in order (all of them, if there is a score_change).
+    kv_position: as there. None: the bounds are slots. Or [capacity, 1]: the position of a key less its slot,
+    where the partial blocks of a tile lie in order (all of them, if there is a score_change).
     """
     rows = q.shape[2]
     low, high = bounds.low, bounds.high
@@ -159,17 +165,21 @@ def gathered_flex_attention(
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
-    k_cache, v_cache: plain, or in strips. step_blocks int32 [n, group]: physical blocks, of which each group makes one
-    larger block of the copy, the first of only block 0 where there are sinks; ``lists`` counts in them. bounds,
-    kv_position: see ``attend_to_blocks``. Slots of the copy are cheaper than positions: what a mask takes longest for
-    on a CPU is to read a table for every score.
-    On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
-    of the cache makes the fast bfloat16 products pay for prefill.
+    k_cache, v_cache: plain, or in strips. step_blocks int32 [n, group]: physical blocks, of which each group
+    makes one larger block of the copy, the first of only block 0 where there are sinks; ``lists`` counts in
+    them. bounds, kv_position: see ``attend_to_blocks``. Slots of the copy are cheaper than positions: what a
+    mask takes longest for on a CPU is to read a table for every score.
+    On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few
+    blocks instead of the cache makes the fast bfloat16 products pay for prefill.
     """
     blocks, size = step_blocks.flatten(), v_cache.shape[3] if has_strips(v_cache) else v_cache.shape[1]
-    k, v = (gather(cache, blocks)[None] for gather, cache in ((gather_keys, k_cache), (gather_values, v_cache)))
+    k, v = (
+        gather(cache, blocks)[None] for gather, cache in ((gather_keys, k_cache), (gather_values, v_cache))
+    )
     where = lists, bounds, kv_position, sinks
-    return attend_to_blocks(q, k.to(q.dtype), v.to(q.dtype), *where, block_size=step_blocks.shape[1] * size, **options)
+    return attend_to_blocks(
+        q, k.to(q.dtype), v.to(q.dtype), *where, block_size=step_blocks.shape[1] * size, **options
+    )
 
 
 def attend_to_copies(
@@ -189,13 +199,15 @@ def attend_to_copies(
 ) -> Tensor:
     """``gathered_flex_attention`` of tokens, which are packed into tiles before it and unpacked behind it.
 
-    q [tokens, kv_heads, G, D]. to_tiles int32 [tiles, kv_heads, QT]: from ``chunks_of_tiles``. to_tokens int32 [n,
-    kv_heads]: from ``chunks_of_tokens``, of n tokens.
+    q [tokens, kv_heads, G, D]. to_tiles int32 [tiles, kv_heads, QT]: from ``chunks_of_tiles``. to_tokens
+    int32 [n, kv_heads]: from ``chunks_of_tokens``, of n tokens.
     dtype: in which it is computed, if not in that of q. Returns [n, kv_heads, G, D] in q's dtype.
     """
     group = q.shape[2]
     # Looked up in four dimensions, which is the real buffer that FlexAttention wants.
-    rows = (to_tiles[..., None] * group + torch.arange(group, dtype=to_tiles.dtype, device=q.device)).flatten(2)
+    rows = (to_tiles[..., None] * group + torch.arange(group, dtype=to_tiles.dtype, device=q.device)).flatten(
+        2
+    )
     tiles = q.to(dtype or q.dtype).flatten(0, 2)[rows]
     where = lists, bounds, kv_position
     out = gathered_flex_attention(tiles, k_cache, v_cache, step_blocks, *where, sinks, **options)
@@ -218,10 +230,11 @@ def gathered_sdpa_attention(
 ) -> Tensor:
     """Reference for one request: gather its blocks and run scaled dot-product attention.
 
-    q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
-    them, plain or in strips. bounds: int32 [queries], None: all see up to themselves. sinks, soft_cap, visibility,
-    score_change: as for paged_flex_attention, but nothing stands for the sinks. Values may have another size than keys.
-    Returns a tensor like q, of that size. Runs uncompiled, wherever PyTorch does.
+    q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order,
+    covering all of them, plain or in strips. bounds: int32 [queries], None: all see up to themselves. sinks,
+    soft_cap, visibility, score_change: as for paged_flex_attention, but nothing stands for the sinks. Values
+    may have another size than keys. Returns a tensor like q, of that size. Runs uncompiled, wherever PyTorch
+    does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -255,8 +268,8 @@ def gathered_sdpa_attention(
 
 
 def chunks_of_tiles(tile_tokens: Tensor, tile_size: int, kv_heads: int) -> Tensor:
-    """tile_tokens int [tiles * tile_size] -> int [tiles * kv_heads * tile_size]: where what each tile holds is found
-    among the chunks (token, KV head) of q. The same for all layers of a step."""
+    """tile_tokens int [tiles * tile_size] -> int [tiles * kv_heads * tile_size]: where what each tile holds
+    is found among the chunks (token, KV head) of q. The same for all layers of a step."""
     head = torch.arange(kv_heads, dtype=tile_tokens.dtype, device=tile_tokens.device)
     return (tile_tokens.view(-1, 1, tile_size) * kv_heads + head[:, None]).flatten()
 
@@ -269,9 +282,11 @@ def chunks_of_tokens(token_places: Tensor, tile_size: int, kv_heads: int) -> Ten
 
 
 def pack_tiles(q: Tensor, tile_tokens: Tensor, tile_size: int, chunks: Tensor | None = None) -> Tensor:
-    """Gather tokens into tiles. q [tokens, kv_heads, G, D], tile_tokens int [tiles * tile_size] (padding: any token).
+    """Gather tokens into tiles. q [tokens, kv_heads, G, D], tile_tokens int [tiles * tile_size] (padding:
+    any token).
 
-    chunks: what chunks_of_tiles says, if that is known. Returns a new buffer [tiles, kv_heads, tile_size * G, D].
+    chunks: what chunks_of_tiles says, if that is known.
+    Returns a new buffer [tiles, kv_heads, tile_size * G, D].
     """
     _, kv_heads, group, head_dim = q.shape
     if chunks is None:
@@ -281,7 +296,8 @@ def pack_tiles(q: Tensor, tile_tokens: Tensor, tile_size: int, chunks: Tensor | 
 
 
 def unpack_tiles(out: Tensor, token_places: Tensor, tile_size: int, chunks: Tensor | None = None) -> Tensor:
-    """Inverse of pack_tiles. out [tiles, kv_heads, tile_size * G, D], token_places int [n]: tile * tile_size + row.
+    """Inverse of pack_tiles. out [tiles, kv_heads, tile_size * G, D], token_places int [n]:
+    tile * tile_size + row.
 
     chunks: what chunks_of_tokens says, if that is known. Returns [n, kv_heads, G, D].
     """

@@ -20,8 +20,8 @@ def _packed_linear_shape(x: Tensor, packed_weight: Tensor, bias: Tensor | None, 
     return x.new_empty(x.shape[0], out_features)
 
 
-# Inductor only accepts packed weights that are constants of the graph, which would compile one graph per layer.
-# Behind an operator of our own they stay arguments, and one graph serves all layers.
+# Inductor only accepts packed weights that are constants of the graph, which would compile one graph per
+# layer. Behind an operator of our own they stay arguments, and one graph serves all layers.
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::packed_linear", _packed_linear_shape, lib=_library)
 
@@ -35,17 +35,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def sums_single_row(x: Tensor) -> bool:
-    """Whether code is compiled for one row on a GPU, where ``single_row_sums`` reads memory faster than products."""
+    """Whether code is compiled for one row on a GPU,
+    where ``single_row_sums`` reads memory faster than products."""
     return x.is_cuda and x.shape[0] == 1 and torch.compiler.is_compiling()
 
 
 def single_row_sums(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Sum over parts of x [1, in] @ weight [out, in]^T, in float32 [1, out]. To be compiled.
 
-    Inductor makes one loop of it, with all that computes the weights, such as codes with scales: what is read of memory
-    is what is stored. For one row reading is the work, and this reads faster than a library's product: on an H100 the
-    matrices of a Llama of 8 billion weights at 2.4 to 3.0 TB/s instead of 2.0 to 2.8. x is written down first, since
-    it would be computed anew for every output.
+    Inductor makes one loop of it, with all that computes the weights, such as codes with scales: what is read
+    of memory is what is stored. For one row reading is the work, and this reads faster than a library's
+    product: on an H100 the matrices of a Llama of 8 billion weights at 2.4 to 3.0 TB/s instead of 2.0 to 2.8.
+    x is written down first, since it would be computed anew for every output.
     """
     products = [materialize(x).float() * weight.float() for x, weight in zip(parts, weights, strict=True)]
     return sum(products[1:], products[0]).sum(-1)[None]

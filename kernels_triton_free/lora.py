@@ -1,20 +1,23 @@
-"""Low-rank adapters, several in one batch: each row adds the product with its own adapter's two thin matrices.
+"""Low-rank adapters, several in one batch:
+each row adds the product with its own adapter's two thin matrices.
 
-After LoRA (Hu et al., 2021), batched as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), but by compiled
-loops and dense products. The matrices of all adapters lie one behind the other along the rank, each from the start of a
-chunk of 16 columns on, so that adapters of different ranks take what they need and little more; the first chunk holds
-zeros. Adapter s has the columns ``columns[s, 0]`` to ``columns[s, 1]``. Three forms give the same:
+After LoRA (Hu et al., 2021), batched as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), but by
+compiled loops and dense products. The matrices of all adapters lie one behind the other along the rank, each
+from the start of a chunk of 16 columns on, so that adapters of different ranks take what they need and little
+more; the first chunk holds zeros. Adapter s has the columns ``columns[s, 0]`` to ``columns[s, 1]``. Three
+forms give the same:
 
     tiled     up to four rows of one adapter meet one chunk of it, in compiled loops without any product
-    stacked   every row meets a whole range of columns, and what is not its own is dropped between the two products
+    stacked   every row meets a whole range of columns, and what is not its own is dropped between
+              the two products
     grouped   the rows of each adapter are gathered and meet the columns of that adapter alone
 
-Tiles read each adapter once for four rows and take no call, which decode steps on a CPU want: packages of compiled code
-choose them where they are few. Stacking multiplies (rows * columns in the range) and takes few products of fixed
-shapes, which captured graphs want; grouping multiplies (rows * own rank), which a prefill of many adapters wants.
-Between these two a CPU operator decides by counting, over the adapters that occur in the batch and no others, and a
-batch without any costs a copy. Elsewhere reading on the host who uses what would stall the device, and all columns are
-stacked.
+Tiles read each adapter once for four rows and take no call, which decode steps on a CPU want: packages of
+compiled code choose them where they are few. Stacking multiplies (rows * columns in the range) and takes few
+products of fixed shapes, which captured graphs want; grouping multiplies (rows * own rank), which a prefill
+of many adapters wants. Between these two a CPU operator decides by counting, over the adapters that occur in
+the batch and no others, and a batch without any costs a copy. Elsewhere reading on the host who uses what
+would stall the device, and all columns are stacked.
 """
 
 from __future__ import annotations
@@ -38,25 +41,29 @@ LANES = 4
 """Rows that share the reading of a chunk. Their sums stay in registers."""
 
 MAX_TILES = 32
-"""Up to here compiled loops are taken. Over 30 layers of 3.5 M weights each, 8 tiles took 8 to 13 ms a step and 16 took
-17 ms (two cores); the calls of the products take 13 to 21 ms, however few there are, and then their multiplications."""
+"""Up to here compiled loops are taken. Over 30 layers of 3.5 M weights each, 8 tiles took 8 to 13 ms a step
+and 16 took 17 ms (two cores); the calls of the products take 13 to 21 ms, however few there are, and then
+their multiplications."""
 
 GROUP_COST, ROW_COST = 2048, 64
-"""What grouping costs in multiplications per feature: for each group its calls, and for each row its way out of the
-batch and back (30 µs a group and 20 GB/s, against 100 G multiplications a second over 1500 features in and out)."""
+"""What grouping costs in multiplications per feature: for each group its calls, and for each row its way out
+of the batch and back (30 µs a group and 20 GB/s, against 100 G multiplications a second over 1500 features in
+and out)."""
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define(
-    "add_low_rank(Tensor out, Tensor x, Tensor a, Tensor b, Tensor columns, Tensor slots, int[] sizes) -> Tensor"
+    "add_low_rank(Tensor out, Tensor x, Tensor a, Tensor b, Tensor columns, Tensor slots, int[] sizes) -> "
+    "Tensor"
 )
 
 
 class AdapterTiles(NamedTuple):
-    """The products of a batch with its adapters in equal pieces: LANES rows or fewer with one chunk of their adapter.
+    """The products of a batch with its adapters in equal pieces:
+    LANES rows or fewer with one chunk of their adapter.
 
-    rows int32 [tiles, lanes]: some repeated where there are fewer. adapters int32 [tiles], 0 for tiles that do nothing.
-    chunks int32 [tiles]: which of the adapter's own. places int32 [T, chunks]: tile * lanes + lane of every product of
-    each row, -1 for none.
+    rows int32 [tiles, lanes]: some repeated where there are fewer. adapters int32 [tiles], 0 for tiles that
+    do nothing. chunks int32 [tiles]: which of the adapter's own. places int32 [T, chunks]: tile * lanes +
+    lane of every product of each row, -1 for none.
     """
 
     rows: Tensor
@@ -72,8 +79,8 @@ class AdapterTiles(NamedTuple):
 
 
 class RowAdapters(NamedTuple):
-    """Which adapter each row uses. slots int32 [T]: 0 for none. tiles: for packages of compiled code, which choose them
-    if there are no more than MAX_TILES."""
+    """Which adapter each row uses. slots int32 [T]: 0 for none. tiles: for packages of compiled code, which
+    choose them if there are no more than MAX_TILES."""
 
     slots: Tensor
     tiles: AdapterTiles | None = None
@@ -89,22 +96,23 @@ def chunks_of_rank(rank: int) -> int:
 
 
 def lane_width(sizes: Sequence[int], device: torch.device) -> int:
-    """How many outputs lie side by side in b before the next column: see add_low_rank. On a CPU those of one register,
-    because loops over columns then read memory in order; elsewhere all, which products want."""
+    """How many outputs lie side by side in b before the next column: see add_low_rank. On a CPU those of one
+    register, because loops over columns then read memory in order; elsewhere all, which products want."""
     return math.gcd(16, *sizes) if device.type == "cpu" else sum(sizes)
 
 
 def add_low_rank(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, rows: RowAdapters, sizes: Sequence[int]
 ) -> Tensor:
-    """out [T, sum(sizes)] plus B_s A_s x for every row, s being its adapter; rows with adapter 0 are left as they are.
+    """out [T, sum(sizes)] plus B_s A_s x for every row, s being its adapter;
+    rows with adapter 0 are left as they are.
 
-    x [T, in]. a [chunks, 16, parts, in], b [chunks, sum(sizes) / width, 16, width], scaling included: the matrices of
-    all adapters along the rank, the outputs of b in pieces of lane_width; chunk 0 is all zeros, and so are the columns
-    between an adapter's last and the next chunk. columns int32 [M + 1, 2]: first column of each adapter, a multiple of
-    16, and the one behind its last; equal where it changes nothing, as for 0. rows: adapter of each row. sizes: output
-    features of each part, stacked in out (q, k, v). All entries of b must be finite: a row may meet those of other
-    adapters multiplied by zero.
+    x [T, in]. a [chunks, 16, parts, in], b [chunks, sum(sizes) / width, 16, width], scaling included: the
+    matrices of all adapters along the rank, the outputs of b in pieces of lane_width; chunk 0 is all zeros,
+    and so are the columns between an adapter's last and the next chunk. columns int32 [M + 1, 2]: first
+    column of each adapter, a multiple of 16, and the one behind its last; equal where it changes nothing, as
+    for 0. rows: adapter of each row. sizes: output features of each part, stacked in out (q, k, v). All
+    entries of b must be finite: a row may meet those of other adapters multiplied by zero.
     """
     arguments = (out, x, a, b, columns, rows.slots)
     if out.device.type != "cpu":
@@ -140,10 +148,10 @@ def _add_tiled(
 ) -> Tensor:
     """add_low_rank in loops over tiles, columns and features. Only worth it compiled.
 
-    What is read again and again is materialised, and nothing else: Inductor would work out rows anew for every column,
-    and keep the weights, converted, in memory. Every sum over a tile's rows is its own, so that all of them share one
-    loop; what that loop leaves is ordered so that no index but the outputs' is contiguous, because Inductor vectorises
-    along the index that most operands have contiguous.
+    What is read again and again is materialised, and nothing else: Inductor would work out rows anew for
+    every column, and keep the weights, converted, in memory. Every sum over a tile's rows is its own, so that
+    all of them share one loop; what that loop leaves is ordered so that no index but the outputs' is
+    contiguous, because Inductor vectorises along the index that most operands have contiguous.
     """
     count, lanes = tiles.rows.shape
     parts = len(sizes)
@@ -192,8 +200,8 @@ def _add_stacked(
 class RowGroup:
     """Rows that meet the columns ``first`` to ``end`` together.
 
-    rows: int64 [n], None for all. foreign: bool [n, end - first, 1], True for columns that are not the row's own; None
-    if all are its own.
+    rows: int64 [n], None for all. foreign:
+    bool [n, end - first, 1], True for columns that are not the row's own; None if all are its own.
     """
 
     rows: Tensor | None
@@ -203,7 +211,8 @@ class RowGroup:
 
 
 def plan_groups(columns: Tensor, slots: Tensor) -> tuple[RowGroup, ...]:
-    """Which rows are multiplied by which columns; see add_low_rank for columns int32 [M + 1, 2] and slots int32 [T]."""
+    """Which rows are multiplied by which columns;
+    see add_low_rank for columns int32 [M + 1, 2] and slots int32 [T]."""
     ranges: list[list[int]] = columns.tolist()
     occurring = [slot for slot in slots.unique().tolist() if ranges[slot][0] < ranges[slot][1]]
     if not occurring:
@@ -213,7 +222,8 @@ def plan_groups(columns: Tensor, slots: Tensor) -> tuple[RowGroup, ...]:
     superfluous = len(slots) * (highest - lowest) - int((end - first).sum())
     if superfluous > GROUP_COST * len(occurring) + ROW_COST * len(slots):
         return tuple(
-            RowGroup((slots == slot).nonzero()[:, 0], ranges[slot][0], ranges[slot][1], None) for slot in occurring
+            RowGroup((slots == slot).nonzero()[:, 0], ranges[slot][0], ranges[slot][1], None)
+            for slot in occurring
         )
     column = torch.arange(lowest, highest)
     foreign = (column < first) | (column >= end)
@@ -241,7 +251,9 @@ def _add_low_rank_on_cpu(
     return out
 
 
-def _add_to_group(out: Tensor, x: Tensor, a: Tensor, b: Tensor, group: RowGroup, sizes: Sequence[int]) -> None:
+def _add_to_group(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, group: RowGroup, sizes: Sequence[int]
+) -> None:
     """Add to out [n, sum(sizes)], in place, the product of x [n, in] with the columns of a group."""
     chunks = slice(group.first // CHUNK, chunks_of_rank(group.end))
     columns = slice(group.first % CHUNK, group.end - group.first // CHUNK * CHUNK)

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021) and the ways to stretch it over longer contexts.
 
-Frequencies are computed once in float64 and kept as a table of cosines and sines by position, so that a compiled
-region only gathers rows.
+Frequencies are computed once in float64 and kept as a table of cosines and sines by position,
+so that a compiled region only gathers rows.
 """
 
 import math
@@ -21,16 +21,23 @@ def linear_frequencies(dim: int, theta: float, factor: float) -> Tensor:
 
 
 def dynamic_frequencies(dim: int, theta: float, factor: float, original_length: int, length: int) -> Tensor:
-    """NTK-aware scaling of the base for a context of ``length`` tokens; unscaled up to original_length. [dim / 2]."""
+    """NTK-aware scaling of the base for a context of ``length`` tokens; unscaled up to original_length.
+    [dim / 2]."""
     length = max(length, original_length)
     scale = (factor * length / original_length) - (factor - 1)
     return default_frequencies(dim, theta * scale ** (dim / (dim - 2)))
 
 
 def llama3_frequencies(
-    dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+    dim: int,
+    theta: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_length: int,
 ) -> Tensor:
-    """Llama 3.1: long wavelengths divided by factor, short ones kept, a linear blend between. float64 [dim / 2]."""
+    """Llama 3.1: long wavelengths divided by factor, short ones kept, a linear blend between.
+    float64 [dim / 2]."""
     frequencies = default_frequencies(dim, theta)
     turns = original_length * frequencies / (2 * math.pi)
     blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
@@ -38,9 +45,16 @@ def llama3_frequencies(
 
 
 def yarn_frequencies(
-    dim: int, theta: float, factor: float, beta_fast: float, beta_slow: float, original_length: int, truncate: bool
+    dim: int,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_length: int,
+    truncate: bool,
 ) -> Tensor:
-    """YaRN (Peng et al. 2023): pairs that turn often enough are kept, slow ones interpolated. float64 [dim / 2]."""
+    """YaRN (Peng et al. 2023): pairs that turn often enough are kept, slow ones interpolated.
+    float64 [dim / 2]."""
 
     def pair_with_turns(turns: float) -> float:
         return dim * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -71,7 +85,8 @@ def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     shape = (cos_sin.shape[0],) + (1,) * (x.dim() - 2) + (half,)
     cos, sin = cos_sin[:, :half].reshape(shape), cos_sin[:, half:].reshape(shape)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    # Each half is rounded by itself: compiled code would write down what ``cat`` gives in float32, and round that.
+    # Each half is rounded by itself: compiled code would write down what ``cat`` gives in float32,
+    # and round that.
     parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])

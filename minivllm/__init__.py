@@ -8,11 +8,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "AttentionRule", "BatchUpdate", "BeamSearchParams", "CompletionOutput", "Description"]
-__all__ += ["DraftContext", "DraftTask", "Drafter", "EngineArgs", "Entries", "Family", "KVConnector", "LoRARequest"]
-__all__ += ["LogitsProcessor", "OutputKind", "PoolingParams", "RepetitionDetection", "RequestOutput", "RoutingPolicy"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AttentionRule",
+    "BatchUpdate",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Description",
+]
+__all__ += [
+    "DraftContext",
+    "DraftTask",
+    "Drafter",
+    "EngineArgs",
+    "Entries",
+    "Family",
+    "KVConnector",
+    "LoRARequest",
+]
+__all__ += [
+    "LogitsProcessor",
+    "OutputKind",
+    "PoolingParams",
+    "RepetitionDetection",
+    "RequestOutput",
+    "RoutingPolicy",
+]
 __all__ += ["SamplingParams", "SchedulingPolicy", "SortedQueue", "StructuredOutputs", "Turns", "__version__"]
-__all__ += ["register_attention", "register_connector", "register_drafter", "register_family", "register_policy"]
+__all__ += [
+    "register_attention",
+    "register_connector",
+    "register_drafter",
+    "register_family",
+    "register_policy",
+]
 __all__ += ["register_routing", "rule_attention"]
 
 if TYPE_CHECKING:
@@ -62,7 +92,8 @@ _HOMES = {
         "families.dense": "Description",
         "families.family": "Family",
         "families.makers.registry": "register_family",
-        "plugins.seams": "register_attention register_connector register_drafter register_policy register_routing",
+        "plugins.seams": "register_attention register_connector register_drafter register_policy "
+        "register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",
         "processing.beam_search_params": "BeamSearchParams",

@@ -5,7 +5,8 @@ The command line prints the text alone, without a traceback, and exits with ``ex
 
 
 class MinivllmError(Exception):
-    """Base of every error that is the caller's to fix: its text says what was given, what is allowed, what to do."""
+    """Base of every error that is the caller's to fix:
+    its text says what was given, what is allowed, what to do."""
 
     exit_code = 1
 
@@ -35,4 +36,5 @@ class EngineDeadError(MinivllmError):
 
 
 class EngineLostError(EngineDeadError):
-    """One of several engines has died with this request. Others serve on, or it starts again: send it again."""
+    """One of several engines has died with this request.
+    Others serve on, or it starts again: send it again."""

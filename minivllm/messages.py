@@ -1,7 +1,9 @@
-"""What travels between frontend, engine core and workers. Typed msgspec structs: every one encodes as msgpack.
+"""What travels between frontend, engine core and workers.
+Typed msgspec structs: every one encodes as msgpack.
 
 Frontend -> core: ``EngineRequest``. Core -> frontend: ``EngineOutput``.
-Core -> workers: ``SchedulerOutput``, then the ``TokenMasks`` of that step. Workers -> core: ``ModelRunnerOutput``.
+Core -> workers: ``SchedulerOutput``, then the ``TokenMasks`` of that step.
+Workers -> core: ``ModelRunnerOutput``.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class EngineEvent(msgspec.Struct, frozen=True):
 class LoRARequest(msgspec.Struct, frozen=True):
     """A low-rank adapter to answer with, in vLLM's order of fields.
 
-    lora_name: what it is called from here on, and told apart by. lora_int_id: a label of the caller's, as vLLM has it.
-    lora_path: local directory in PEFT's format (adapter_config.json and adapter_model.safetensors).
+    lora_name: what it is called from here on, and told apart by. lora_int_id: a label of the caller's, as
+    vLLM has it. lora_path: local directory in PEFT's format (adapter_config.json and
+    adapter_model.safetensors).
     """
 
     lora_name: str
@@ -58,8 +61,9 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class ImageItem(msgspec.Struct, frozen=True):
-    """An image of a prompt. digest: of its pixels, 32 bytes. offset, length: of its span, all tokens that it brings.
-    runs: (first, count) of placeholders in a row, counted from offset. unit_embeds: of the least that is encoded."""
+    """An image of a prompt. digest: of its pixels, 32 bytes. offset, length: of its span, all tokens that it
+    brings. runs: (first, count) of placeholders in a row, counted from offset. unit_embeds: of the least that
+    is encoded."""
 
     digest: bytes
     offset: int
@@ -79,8 +83,8 @@ class ImageItem(msgspec.Struct, frozen=True):
 
 
 class UnitsToEncode(msgspec.Struct, frozen=True):
-    """Units of an image of num_embeds embeddings, from number ``first`` on. pixels: uint8 [units, channels, height,
-    width], which is ``shape``."""
+    """Units of an image of num_embeds embeddings, from number ``first`` on.
+    pixels: uint8 [units, channels, height, width], which is ``shape``."""
 
     digest: bytes
     first: int
@@ -92,11 +96,11 @@ class UnitsToEncode(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (n > 1 is split by the frontend).
 
-    eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may not be
-    completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
-    thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
-    lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens is then 0.
-    images: in the order of their spans."""
+    eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may
+    not be completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic()
+    [seconds]. thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
+    lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens
+    is then 0. images: in the order of their spans."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -115,11 +119,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position. Entry 0 is the token that stands there; the likeliest ones follow, or those
-    that the request named.
+    """Log-probabilities at one position.
+    Entry 0 is the token that stands there; the likeliest ones follow, or those that the request named.
 
-    token_ids, logprobs: [1 + k]. rank: rank of the token that stands there, 1 is the likeliest. other_ranks: [k] of
-    named tokens; empty where the likeliest follow, whose ranks are 1 to k.
+    token_ids, logprobs: [1 + k]. rank: rank of the token that stands there, 1 is the likeliest. other_ranks:
+    [k] of named tokens; empty where the likeliest follow, whose ranks are 1 to k.
     """
 
     token_ids: list[int]
@@ -131,9 +135,10 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
 class EngineOutput(msgspec.Struct, kw_only=True):
     """What one step did for one request.
 
-    logprobs: one entry per new token. prompt_logprobs: one entry per prompt position of which the logprobs are known
-    now (chunks arrive in order; position 0 has none and is not sent). num_cached_tokens: prompt tokens that came from
-    the prefix cache. error: set with finish_reason ERROR. pooled: the vector [hidden] of a request with PoolingParams.
+    logprobs: one entry per new token. prompt_logprobs: one entry per prompt position of which the logprobs
+    are known now (chunks arrive in order; position 0 has none and is not sent). num_cached_tokens: prompt
+    tokens that came from the prefix cache. error: set with finish_reason ERROR. pooled: the vector [hidden]
+    of a request with PoolingParams.
     """
 
     request_id: str
@@ -169,7 +174,8 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """A block that goes on with another text. group: the KV group whose layers have it. source, target: block ids."""
+    """A block that goes on with another text. group: the KV group whose layers have it.
+    source, target: block ids."""
 
     group: int
     source: int
@@ -177,10 +183,10 @@ class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole blocks that travel. keys: their hashes; in a load that ends with a state, its name before them. block_ids:
-    of each KV group, one for each key; the null block where the group's is not read. where: the sources of a load, the
-    targets of a save, as the connector numbers them. transfer_id: names a load, and no other. part: which of several
-    connectors moves them."""
+    """Whole blocks that travel. keys: their hashes; in a load that ends with a state, its name before them.
+    block_ids: of each KV group, one for each key; the null block where the group's is not read. where: the
+    sources of a load, the targets of a save, as the connector numbers them. transfer_id: names a load, and no
+    other. part: which of several connectors moves them."""
 
     keys: list[bytes]
     block_ids: BlockIds
@@ -190,9 +196,10 @@ class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connector's scheduler side tells its worker side with a step. loads: begin before the step computes, and
-    need not end with it. saves: blocks that are full once the step has computed. snapshots: states of the steps before,
-    to be saved first of all, since the step and its loads may write into their slots."""
+    """What a connector's scheduler side tells its worker side with a step. loads: begin before the step
+    computes, and need not end with it. saves: blocks that are full once the step has computed. snapshots:
+    states of the steps before, to be saved first of all, since the step and its loads may write into their
+    slots."""
 
     loads: list[BlockTransfer] = msgspec.field(default_factory=list)
     saves: list[BlockTransfer] = msgspec.field(default_factory=list)
@@ -203,10 +210,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: how many tokens to compute for whom, and what changed since the last step.
 
     num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
-    finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or loaded, and
-    after snapshots are saved; all sources are read before any target is written. kv_connector_metadata: None if nothing
-    travels. forget: digests of images whose embeddings are dropped; encode: what is encoded after that, and before
-    tokens are computed.
+    finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or
+    loaded, and after snapshots are saved; all sources are read before any target is written.
+    kv_connector_metadata: None if nothing travels. forget: digests of images whose embeddings are dropped;
+    encode: what is encoded after that, and before tokens are computed.
     """
 
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
@@ -235,7 +242,8 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
     """Which tokens may come next, for the requests of one step that do not take any.
 
     first_rows: request id -> its first row; a request with d draft tokens has 1 + d rows, one per position.
-    bits: int32 [rows, words] in C order: bit t % 32 of word t // 32 is set where token t may come. words: of one row.
+    bits: int32 [rows, words] in C order: bit t % 32 of word t // 32 is set where token t may come.
+    words: of one row.
     """
 
     first_rows: dict[str, int]
@@ -246,11 +254,11 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     """Results of one step, by request id.
 
-    sampled_token_ids: the new tokens of each request that reached its last known token in this step; requests whose
-    prompt is only partly computed are absent. logprobs: one entry per sampled token, only where asked for.
-    prompt_logprobs: positions finished in this step, only where asked for. pooled: vectors of requests
-    with PoolingParams whose last token was computed, which sample none. draft_token_ids: guesses of what follows the
-    sampled tokens.
+    sampled_token_ids: the new tokens of each request that reached its last known token in this step; requests
+    whose prompt is only partly computed are absent. logprobs: one entry per sampled token, only where asked
+    for. prompt_logprobs: positions finished in this step, only where asked for. pooled: vectors of requests
+    with PoolingParams whose last token was computed, which sample none.
+    draft_token_ids: guesses of what follows the sampled tokens.
     """
 
     sampled_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
@@ -261,8 +269,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool of one KV group. name: "full attention", "sliding window of 1024". num_blocks: without the null block.
-    usage: share of them that is in use, 0 to 1."""
+    """The pool of one KV group. name: "full attention", "sliding window of 1024". num_blocks: without the
+    null block. usage: share of them that is in use, 0 to 1."""
 
     name: str
     num_blocks: int
@@ -270,9 +278,10 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What has travelled since the start. tier: the connector's name. hit_tokens: found there. num_failed_blocks: were
-    missing or broken. block_bytes: of one block over all layers and workers. num_loads: that have ended;
-    loads_within: (seconds, how many of them took at most so long); load_seconds: of all together."""
+    """What has travelled since the start. tier: the connector's name. hit_tokens: found there.
+    num_failed_blocks: were missing or broken. block_bytes: of one block over all layers and workers.
+    num_loads: that have ended; loads_within: (seconds, how many of them took at most so long); load_seconds:
+    of all together."""
 
     tier: str
     block_bytes: int
@@ -288,12 +297,12 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The core's state after a step; counters run from the start of the engine.
 
-    kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
-    of each KV group. prefix_cache_copied_tokens: those hit tokens that copies of blocks gave. num_drafts: verifications
-    of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted tokens that were verified, and those
-    of them that were kept. num_accepted_tokens_per_position: how many verifications kept their first, second, …
-    drafted token. kv_transfer: of each tier. worker_resident_bytes: memory of the process that each worker lives in, by
-    rank.
+    kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left.
+    kv_cache_pools: of each KV group. prefix_cache_copied_tokens: those hit tokens that copies of blocks gave.
+    num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted
+    tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
+    verifications kept their first, second, … drafted token. kv_transfer: of each tier. worker_resident_bytes:
+    memory of the process that each worker lives in, by rank.
     """
 
     num_running: int = 0
@@ -346,8 +355,9 @@ class PrefixTree(msgspec.Struct, frozen=True, kw_only=True):
 class RecentStep(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler decided in a step, for people to look at. step: its number, from 1.
 
-    num_scheduled_tokens: per request. unfinished_prompts: those that sampled nothing, because known tokens remained to
-    be computed. preempted: those that lost their place. loading: those that wait for keys and values from elsewhere.
+    num_scheduled_tokens: per request. unfinished_prompts: those that sampled nothing, because known tokens
+    remained to be computed. preempted: those that lost their place. loading: those that wait for keys and
+    values from elsewhere.
     """
 
     step: int

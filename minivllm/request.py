@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """WAITING and PREEMPTED requests are in the waiting queue, or beside it while keys and values are loaded for them;
-    BLOCKED ones are set aside until what they need is there (a grammar); the rest have left."""
+    """WAITING and PREEMPTED requests are in the waiting queue, or beside it while keys and values are loaded
+    for them; BLOCKED ones are set aside until what they need is there (a grammar); the rest have left."""
 
     WAITING = auto()
     BLOCKED = auto()
@@ -52,8 +52,8 @@ class StopCondition(Protocol):
     """Watches the tokens of one request."""
 
     def append(self, token_id: int) -> Stop | None:
-        """The next token of the output, in order, each once; not None ends the request with this token, or before it
-        with FINISHED_ERROR."""
+        """The next token of the output, in order, each once;
+        not None ends the request with this token, or before it with FINISHED_ERROR."""
         ...
 
 
@@ -61,11 +61,12 @@ class TokenMaskSource(Protocol):
     """Says which tokens one request may take next. Moves on as its request's tokens become known."""
 
     def fill(self, rows: np.ndarray, draft_token_ids: list[int]) -> None:
-        """Write one row per position into rows [1 + len(draft_token_ids), words] int32, all bits of which are set.
+        """Write one row per position into rows [1 + len(draft_token_ids), words] int32,
+        all bits of which are set.
 
-        Row k is for the token after the first k drafts; rows behind a draft that may not come are left as they are,
-        since it will be rejected. Nothing is remembered of the drafts. May be called on another thread than ``append``,
-        never at the same time.
+        Row k is for the token after the first k drafts; rows behind a draft that may not come are left as
+        they are, since it will be rejected. Nothing is remembered of the drafts. May be called on another
+        thread than ``append``, never at the same time.
         """
         ...
 
@@ -81,16 +82,17 @@ class TokenMaskSource(Protocol):
 class Request:
     """State of one request inside the engine core.
 
-    Known tokens are the prompt and the answer so far (``num_tokens``). Drafts are guesses behind them and are not
-    known. Computed tokens have their keys and values in the cache, or will have when the steps in flight are done.
-    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens`` and the drafts, and a
-    new token is sampled whenever it does. (vLLM V1's unified scheduler.)
+    Known tokens are the prompt and the answer so far (``num_tokens``). Drafts are guesses behind them and are
+    not known. Computed tokens have their keys and values in the cache, or will have when the steps in flight
+    are done. There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens`` and
+    the drafts, and a new token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
-    num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys and values
-    that a connector promised did not arrive, so it is not asked again. has_waited_for_prefix: it was set aside, which
-    happens once, for a step that computed more of its prompt for another request. num_settled_slots: up to so many
-    tokens, drafts among them, a running request needs no more of the KV cache manager. branch_point: tokens of the
-    longest prefix whose keys and values were cached when it was last looked for, whether or not its states were too.
+    num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys
+    and values that a connector promised did not arrive, so it is not asked again. has_waited_for_prefix: it
+    was set aside, which happens once, for a step that computed more of its prompt for another request.
+    num_settled_slots: up to so many tokens, drafts among them, a running request needs no more of the KV
+    cache manager. branch_point: tokens of the longest prefix whose keys and values were cached when it was
+    last looked for, whether or not its states were too.
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -145,15 +147,16 @@ class Request:
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Means and prompt logprobs from the start need every prompt position computed: cached blocks are not read."""
+        """Means and prompt logprobs from the start need every prompt position computed:
+        cached blocks are not read."""
         pooling, params = self.engine_request.pooling, self.sampling_params
         is_mean = pooling is not None and pooling.pooling == "mean"
         return is_mean or (params.prompt_logprobs is not None and params.prompt_logprobs_start <= 1)
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Known tokens that may come from the prefix cache: one must run to give logits, and so must the one before the
-        first prompt logprobs."""
+        """Known tokens that may come from the prefix cache:
+        one must run to give logits, and so must the one before the first prompt logprobs."""
         if self.skips_prefix_cache:
             return 0
         params, longest = self.sampling_params, len(self.all_token_ids) - 1

@@ -24,11 +24,11 @@ MAX_PATTERN_SIZE = 256
 MAX_INTEGER = 2**63 - 1
 """Of fields without a bound of their own: the largest that processes can send one another."""
 FALLBACK_SAMPLING: Mapping[str, float] = {"temperature": 0.2}
-"""Used by every frontend where neither the request nor the model's generation_config.json says how to sample. A request
-that names a temperature changes nothing else by it.
+"""Used by every frontend where neither the request nor the model's generation_config.json says how to sample.
+A request that names a temperature changes nothing else by it.
 
-Of 40 short questions of general knowledge SmolLM2-135M-Instruct answers 70 % correctly with it, 72 % with the likeliest
-token alone, and 58 % with temperature 0.7 and top-p 0.95."""
+Of 40 short questions of general knowledge SmolLM2-135M-Instruct answers 70 % correctly with it, 72 % with the
+likeliest token alone, and 58 % with temperature 0.7 and top-p 0.95."""
 
 
 class OutputKind(StrEnum):
@@ -46,7 +46,8 @@ _WHAT_FIELDS_ARE = {
 
 
 class _NamesUnknownFields(msgspec.StructMeta):
-    """Makes a misspelt field name a RequestError that lists the known ones, where msgspec has a bare TypeError."""
+    """Makes a misspelt field name a RequestError that lists the known ones,
+    where msgspec has a bare TypeError."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         for name in values:
@@ -61,8 +62,8 @@ class ToolCalls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Calls of tools, written as the model has learnt to write them, or an answer in their place.
 
     calls: (begin, JSON schema, end) for each way to write one; the schema is for what stands in between.
-    separator: stands between calls; None allows one call only. answer: JSON schema of the answer; None is no answer.
-    Schemas are JSON as text.
+    separator: stands between calls; None allows one call only.
+    answer: JSON schema of the answer; None is no answer. Schemas are JSON as text.
     """
 
     calls: list[tuple[str, str, str]]
@@ -73,15 +74,17 @@ class ToolCalls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
 ):
-    """What the output must look like: exactly one of the first six. Raises RequestError naming what contradicts.
+    """What the output must look like: exactly one of the first six.
+    Raises RequestError naming what contradicts.
 
     json: a JSON schema, as a dictionary, as text, or as a pydantic model; kept as text.
     regex: a regular expression (Rust's regex syntax) the whole output matches.
     choice: the output is one of these strings.
-    grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) notation; the output is one of its sentences.
-    json_object: True for any JSON object.
+    grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) notation; the output is one of its
+    sentences. json_object: True for any JSON object.
     tool_calls: see ToolCalls.
-    disable_any_whitespace: JSON without whitespace between its tokens. whitespace_pattern: a regular expression for the
+    disable_any_whitespace: JSON without whitespace between its tokens.
+    whitespace_pattern: a regular expression for the
         whitespace between them. Both only with json or json_object, and one at most.
     """
 
@@ -99,7 +102,9 @@ class StructuredOutputs(
         given = [name for name in kinds if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none of them" if not given else " and ".join(given)
-            raise RequestError(f"structured_outputs has {found}, but must have exactly one of {', '.join(kinds)}.")
+            raise RequestError(
+                f"structured_outputs has {found}, but must have exactly one of {', '.join(kinds)}."
+            )
         if self.json is not None:
             msgspec.structs.force_setattr(self, "json", _json_schema_text(self.json))
         if self.json_object is not None:
@@ -119,11 +124,14 @@ class StructuredOutputs(
                 f"Whitespace options are for json and json_object, but structured_outputs has {given[0]}."
             )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise RequestError("disable_any_whitespace and whitespace_pattern contradict each other: set one of them.")
+            raise RequestError(
+                "disable_any_whitespace and whitespace_pattern contradict each other: set one of them."
+            )
         size = len(self.source.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
             raise RequestError(
-                f"The {given[0]} of structured_outputs has {size} bytes, but may have at most {MAX_GRAMMAR_BYTES}: "
+                f"The {given[0]} of structured_outputs has {size} bytes, but may have at most "
+                f"{MAX_GRAMMAR_BYTES}: "
                 "make it smaller."
             )
         try:
@@ -153,7 +161,8 @@ class StructuredOutputs(
 
 
 def _json_schema_text(schema: Any) -> str:
-    """The schema as compact JSON, in the order of its keys, which is the order in which properties are written."""
+    """The schema as compact JSON, in the order of its keys,
+    which is the order in which properties are written."""
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
@@ -180,9 +189,11 @@ def _dump_json(value: Any) -> str:
 class RepetitionDetection(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
 ):
-    """The output ends where its last tokens are one pattern min_count times in a row, with stop_reason "repetition".
+    """The output ends where its last tokens are one pattern min_count times in a row,
+    with stop_reason "repetition".
 
-    Patterns of min_pattern_size to max_pattern_size tokens count. Raises RequestError naming the field and its range.
+    Patterns of min_pattern_size to max_pattern_size tokens count.
+    Raises RequestError naming the field and its range.
     """
 
     max_pattern_size: int
@@ -198,37 +209,47 @@ class RepetitionDetection(
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
 ):
-    """Sampling parameters of one request, under vLLM's names. None is the default of every field but max_tokens.
+    """Sampling parameters of one request, under vLLM's names.
+    None is the default of every field but max_tokens.
 
     Raises RequestError naming the field and its range.
 
     n: completions per prompt.
     temperature: 0 is greedy; logits are divided by it otherwise.
-    top_p, top_k, min_p: keep the smallest set of tokens with mass top_p in (0, 1]; the top_k likeliest (0 or -1: all);
+    top_p, top_k, min_p: keep the smallest set of tokens with mass top_p in (0, 1];
+    the top_k likeliest (0 or -1: all);
         those with at least min_p of the likeliest one's probability.
     seed: same seed and prompt, same tokens, whatever runs beside it. None draws one from the engine's seed.
-    presence_penalty, frequency_penalty: subtracted for tokens already generated, once / per occurrence, in [-2, 2].
-    repetition_penalty: divides (multiplies, below zero) the logits of tokens in prompt or output, > 0.
-    stop: strings that end the text; stop_token_ids: ids that end it; include_stop_str_in_output keeps the string.
-    stop_regex: regular expressions (Python's syntax, without anchors, lookaround and backreferences) that end the text
+    presence_penalty, frequency_penalty: subtracted for tokens already generated, once / per occurrence, in
+    [-2, 2]. repetition_penalty: divides (multiplies, below zero) the logits of tokens in prompt or output, >
+    0.
+    stop: strings that end the text; stop_token_ids: ids that end it; include_stop_str_in_output keeps the
+    string. stop_regex: regular expressions (Python's syntax, without anchors, lookaround and backreferences)
+    that end the text
         as soon as one of them has matched, before the match; include_stop_str_in_output keeps it.
     ignore_eos: go on after the model's end-of-sequence ids.
     min_tokens: no end before this many tokens; max_tokens: at most so many (None: the rest of the context).
-    logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None: off, 0: only the
-        token itself). prompt_logprobs_start: those of the prompt begin at this position, from 0; the tokens before it
-        may come from the prefix cache, but for the last of them.
-    logprob_token_ids: report these ids per generated token, in this order, in place of the likeliest ones. Sets
+    logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None:
+    off, 0: only the
+        token itself). prompt_logprobs_start: those of the prompt begin at this position, from 0; the tokens
+        before it may come from the prefix cache, but for the last of them.
+    logprob_token_ids: report these ids per generated token, in this order,
+    in place of the likeliest ones. Sets
         logprobs to 0 if that is None.
     logit_bias: token id -> value added to its logit, in [-100, 100].
-    allowed_token_ids: nothing else can be sampled. bad_words: the tokens of these strings cannot come one after the
+    allowed_token_ids: nothing else can be sampled.
+    bad_words: the tokens of these strings cannot come one after the
         other. The same letters may still appear as other tokens, and inside longer words.
     skip_special_tokens: leave special tokens out of the text.
-    best_of: completions that are generated, of which the n with the highest cumulative_logprob come back, best first;
+    best_of: completions that are generated,
+    of which the n with the highest cumulative_logprob come back, best first;
         not in streams. None: as many as n.
     repetition_detection: see RepetitionDetection; None is off.
-    thinking_budget: most tokens between <think> and </think>, the tags of the model's chat template; the closing tag
+    thinking_budget: most tokens between <think> and </think>, the tags of the model's chat template;
+    the closing tag
         is forced after them. None is no limit.
-    structured_outputs: see StructuredOutputs. The end of sequence is possible only where the structure may end; where
+    structured_outputs: see StructuredOutputs.
+    The end of sequence is possible only where the structure may end; where
         it must end and other constraints leave no token, the structure has the last word.
     extra_args: plain values by name for custom logits processors (see minivllm.LogitsProcessor).
     output_kind: see OutputKind.
@@ -269,13 +290,22 @@ class SamplingParams(
         for field in msgspec.structs.fields(SamplingParams):
             value = getattr(self, field.name)
             if value is None and field.name != "max_tokens":  # as in vLLM, the default
-                default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+                default = (
+                    field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+                )
                 msgspec.structs.force_setattr(self, field.name, default)
             elif field.name in _TYPES:
                 if field.name in ("stop", "stop_regex") and isinstance(value, str):
                     value = [value]
                 msgspec.structs.force_setattr(self, field.name, _of_type(field.name, value))
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             _number(name, getattr(self, name))
         check_integer("n", self.n, 1, MAX_N)
         _check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
@@ -284,7 +314,12 @@ class SamplingParams(
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
         _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
-        _check(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty, "above 0, at most 10")
+        _check(
+            0 < self.repetition_penalty <= 10,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0, at most 10",
+        )
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         check_integer("min_tokens", self.min_tokens, 0)
@@ -302,17 +337,30 @@ class SamplingParams(
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise RequestError(
-                f"prompt_logprobs_start is {self.prompt_logprobs_start}, but no log-probabilities of the prompt are "
+                f"prompt_logprobs_start is {self.prompt_logprobs_start}, but no log-probabilities of the "
+                "prompt are "
                 "wanted: set prompt_logprobs as well."
             )
         if self.logprob_token_ids is not None:
             count = len(self.logprob_token_ids)
-            _check(0 < count <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", count, f"1 to {MAX_LOGPROB_TOKEN_IDS} ids")
+            _check(
+                0 < count <= MAX_LOGPROB_TOKEN_IDS,
+                "logprob_token_ids",
+                count,
+                f"1 to {MAX_LOGPROB_TOKEN_IDS} ids",
+            )
             if self.logprobs is None:
                 msgspec.structs.force_setattr(self, "logprobs", 0)
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        _check(
+            len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings"
+        )
         num_patterns = len(self.stop_regex)
-        _check(num_patterns <= MAX_STOP_PATTERNS, "stop_regex", num_patterns, f"at most {MAX_STOP_PATTERNS} strings")
+        _check(
+            num_patterns <= MAX_STOP_PATTERNS,
+            "stop_regex",
+            num_patterns,
+            f"at most {MAX_STOP_PATTERNS} strings",
+        )
         for name in ("stop", "stop_regex", "bad_words"):
             if "" in getattr(self, name):
                 raise RequestError(f"{name} has an empty string, but each must have at least one character.")
@@ -326,7 +374,10 @@ class SamplingParams(
             _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "from -100 to 100")
         if self.best_of is not None:
             check_integer("best_of", self.best_of, self.n, MAX_N)
-        for name, kind in (("repetition_detection", RepetitionDetection), ("structured_outputs", StructuredOutputs)):
+        for name, kind in (
+            ("repetition_detection", RepetitionDetection),
+            ("structured_outputs", StructuredOutputs),
+        ):
             value = getattr(self, name)
             if isinstance(value, dict) and all(isinstance(key, str) for key in value):
                 msgspec.structs.force_setattr(self, name, kind(**value))
@@ -336,12 +387,15 @@ class SamplingParams(
             check_integer("thinking_budget", self.thinking_budget, 0)
             if self.structured_outputs is not None:
                 raise RequestError(
-                    "thinking_budget and structured_outputs contradict each other: a structure leaves no room."
+                    "thinking_budget and structured_outputs contradict each other: a structure leaves no "
+                    "room."
                 )
         if self.extra_args is not None:
             _check_extra_args(self.extra_args)
         if self.structured_outputs is not None and self.ignore_eos:
-            raise RequestError("ignore_eos and structured_outputs contradict each other: a structure has an end.")
+            raise RequestError(
+                "ignore_eos and structured_outputs contradict each other: a structure has an end."
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -365,8 +419,9 @@ class SamplingParams(
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a prompt becomes one vector. Raises RequestError naming the field and its values.
 
-    pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens (which must all be
-    computed: the prefix cache is not read). normalize: scale to length 1, so that a dot product is a cosine.
+    pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens (which
+    must all be computed: the prefix cache is not read). normalize: scale to length 1, so that a dot product
+    is a cosine.
     """
 
     pooling: str = "last"
@@ -384,7 +439,9 @@ _TYPES: dict[str, tuple[Any, str]] = {
         ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"), (list[int], "a list of whole numbers")
     ),
     "logit_bias": (dict[int, float], "a dictionary with a number for each token id"),
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), (bool, "True or False")),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), (bool, "True or False")
+    ),
     "output_kind": (OutputKind, f"one of {', '.join(OutputKind)}"),
 }
 """Fields of SamplingParams whose type alone says what they may be, with words for it."""
@@ -404,7 +461,9 @@ def _check_extra_args(values: Any) -> None:
     try:
         size = len(msgspec.msgpack.encode(values))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"extra_args must hold plain values (numbers, texts, lists, …): {error}.") from None
+        raise RequestError(
+            f"extra_args must hold plain values (numbers, texts, lists, …): {error}."
+        ) from None
     if size > MAX_EXTRA_ARGS_BYTES:
         raise RequestError(f"extra_args has {size} bytes, but may have at most {MAX_EXTRA_ARGS_BYTES}.")
 

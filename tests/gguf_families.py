@@ -21,7 +21,8 @@ ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
 
 
 def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> None:
-    """Convert the model in ``source``. matrix_type: GGML type of all matrices; norms and biases stay float32."""
+    """Convert the model in ``source``.
+    matrix_type: GGML type of all matrices; norms and biases stay float32."""
     config = json.loads((source / "config.json").read_text())
     kind = config["model_type"]
     architecture = ARCHITECTURES.get(kind, kind)
@@ -58,7 +59,9 @@ def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> N
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
         for length in ("long", "short"):
-            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+            writer.add_tensor(
+                f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
+            )
     if kind == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -105,9 +108,9 @@ def write_expert_gguf(
 ) -> dict[str, torch.Tensor]:
     """Convert a model with experts as published converters do: those of a layer stacked, gates and ups apart.
 
-    kind: GGML type of the experts' matrices. num_drafting: layers behind the last one, of tensors that no decoder
-    needs. gating: llama.cpp's number of what the router does with its logits, 2 for sigmoids. Returns the weights that
-    the file holds, by their names in the decoder.
+    kind: GGML type of the experts' matrices. num_drafting: layers behind the last one, of tensors that no
+    decoder needs. gating: llama.cpp's number of what the router does with its logits, 2 for sigmoids. Returns
+    the weights that the file holds, by their names in the decoder.
     """
     config, given = read_decoder_config(source), json.loads((source / "config.json").read_text())
     weights = {name: w.clone() for name, w in iterate_weights(source, "auto", config, torch.float32)}  # type: ignore[union-attr]
@@ -159,9 +162,13 @@ def write_expert_gguf(
             data = np.stack([weights[own].numpy() for own in every])
             stored = f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.{suffix}"
             number = gguf.GGMLQuantizationType[kind if suffix == "weight" else "F32"]
-            blocks = stored_blocks(name, data.reshape(-1, data.shape[-1]), number.name).reshape(*data.shape[:-1], -1)
+            blocks = stored_blocks(name, data.reshape(-1, data.shape[-1]), number.name).reshape(
+                *data.shape[:-1], -1
+            )
             values = gguf.quants.dequantize(blocks, number).reshape(data.shape)
-            weights.update({own: torch.from_numpy(each.copy()) for own, each in zip(every, values, strict=True)})
+            weights.update(
+                {own: torch.from_numpy(each.copy()) for own, each in zip(every, values, strict=True)}
+            )
             writer.add_tensor(stored, blocks, raw_dtype=number)
             continue
         if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -201,9 +208,9 @@ def write_later_gguf(
 ) -> None:
     """Convert a model with latents, with states or of Ministral 3 as published converters do.
 
-    other_layout: the other one of two that files have: keys and values of latents in one tensor, all that a gated delta
-    net reads in one, gates and ups of experts in one. changes: metadata by their names without the architecture; None
-    leaves one out.
+    other_layout: the other one of two that files have: keys and values of latents in one tensor, all that a
+    gated delta net reads in one, gates and ups of experts in one. changes: metadata by their names without
+    the architecture; None leaves one out.
     """
     config = json.loads((source / "config.json").read_text())
     kind = config["model_type"]
@@ -376,7 +383,12 @@ def _as_stored(
 
 
 def _of_qwen(
-    kind: str, config: dict[str, Any], name: str, data: np.ndarray, other_layout: bool, tensors: dict[str, np.ndarray]
+    kind: str,
+    config: dict[str, Any],
+    name: str,
+    data: np.ndarray,
+    other_layout: bool,
+    tensors: dict[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray]]:
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]

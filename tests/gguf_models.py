@@ -35,7 +35,9 @@ _SCALES_AT = {
 def finite_blocks(type_name: str, blocks: int, seed: int, scale: float = 1.0) -> np.ndarray:
     """Random blocks, uint8 [blocks, bytes], of a type that the gguf package may read but not write."""
     random = np.random.default_rng(seed)
-    data = random.integers(0, 256, (blocks, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]][1]), np.uint8)
+    data = random.integers(
+        0, 256, (blocks, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]][1]), np.uint8
+    )
     if type_name == "MXFP4":
         data[:, 0] = random.integers(120, 128, blocks) + round(np.log2(scale))
         return data
@@ -45,14 +47,15 @@ def finite_blocks(type_name: str, blocks: int, seed: int, scale: float = 1.0) ->
 
 
 def stored_blocks(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
-    """A matrix in a type: as the gguf package writes it, or random blocks, which depend on the name only, of one that
-    it reads only. uint8 [rows, bytes per row], or the values themselves for float types."""
+    """A matrix in a type: as the gguf package writes it, or random blocks, which depend on the name only, of
+    one that it reads only. uint8 [rows, bytes per row], or the values themselves for float types."""
     number = gguf.GGMLQuantizationType[type_name]
     try:
         return gguf.quants.quantize(values, number)
     except NotImplementedError:
         blocks = values.size // gguf.GGML_QUANT_SIZES[number][0]
-        # Weights of about 0.05, what initialised models have: numbers of a type times its inner scales differ in size.
+        # Weights of about 0.05, what initialised models have:
+        # numbers of a type times its inner scales differ in size.
         spread = np.std(gguf.quants.dequantize(finite_blocks(type_name, 64, seed=0), number))
         scale = 2.0 ** round(np.log2(0.05 / spread))
         return finite_blocks(type_name, blocks, zlib.crc32(name.encode()), scale).reshape(values.shape[0], -1)
@@ -61,8 +64,8 @@ def stored_blocks(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
 def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str, str] | None = None) -> None:
     """Convert a small model as published converters do.
 
-    types: GGML type of the matrices whose Hugging Face name holds the key, the first one that does; all others and
-    norms stay float32.
+    types: GGML type of the matrices whose Hugging Face name holds the key, the first one that does;
+    all others and norms stay float32.
     """
     config = read_decoder_config(source)
     layer = config.layers[0]
@@ -86,7 +89,9 @@ def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str
         assert isinstance(tensor, torch.Tensor)
         data = tensor.numpy()
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        type_name = next((kind for part, kind in (types or {}).items() if part in name and data.ndim == 2), "F32")
+        type_name = next(
+            (kind for part, kind in (types or {}).items() if part in name and data.ndim == 2), "F32"
+        )
         data = stored_blocks(name, data, type_name)
         if architecture in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = permute(data, mixer.heads if "q_proj" in name else mixer.kv_heads)

@@ -1,4 +1,5 @@
-"""An engine process without a model, run in place of the real one: real scheduler, sockets and threads, made-up tokens.
+"""An engine process without a model, run in place of the real one:
+real scheduler, sockets and threads, made-up tokens.
 
 What it says is a function of the prompt and the position, and some prompts make it fail in a given way.
 """
@@ -62,7 +63,11 @@ class MockWorker:
             if first == CRASH:
                 os.kill(os.getpid(), signal.SIGSEGV)
             # first token, known tokens, computed tokens
-            self._requests[request.request_id] = [first, len(request.prompt_token_ids), new.num_computed_tokens]
+            self._requests[request.request_id] = [
+                first,
+                len(request.prompt_token_ids),
+                new.num_computed_tokens,
+            ]
         for cached in step.cached_requests:
             self._requests[cached.request_id][2] = cached.num_computed_tokens
         output = ModelRunnerOutput()

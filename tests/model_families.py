@@ -1,4 +1,5 @@
-"""Small random models of every supported family, built by transformers itself: the references other tests judge by."""
+"""Small random models of every supported family, built by transformers itself:
+the references other tests judge by."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ SHAPE: dict[str, Any] = {
 }
 
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+ALTERNATING = [
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+    "sliding_attention",
+    "full_attention",
+]
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -167,7 +174,13 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2-no-caps": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        {**GEMMA, "sliding_window": 9, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 32},
+        {
+            **GEMMA,
+            "sliding_window": 9,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "head_dim": 32,
+        },
     ),
     "gemma2-biases": (
         "Gemma2Config",
@@ -223,7 +236,11 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "olmo2-biases": ("Olmo2Config", "Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 4}),
-    "olmo2-tied": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "olmo2-tied": (
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"num_hidden_layers": 5, "sliding_window": 16}),
     "olmo3-yarn": (
         "Olmo3Config",
@@ -401,7 +418,14 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-v3-wide-values": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        {**MLA, "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "v_head_dim": 32, "first_k_dense_replace": 0},
+        {
+            **MLA,
+            "q_lora_rank": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 0,
+        },
     ),
     "mixtral": (
         "MixtralConfig",
@@ -431,7 +455,11 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
         "Lfm2ForCausalLM",
-        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True},
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16,
+            "tie_word_embeddings": True,
+        },
     ),
     "lfm2-biases": (
         "Lfm2Config",
@@ -453,7 +481,11 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # The same of families some of whose layers keep a state.
 STATE_FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**GATED_DELTA, **GATED_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GATED_DELTA, **GATED_EXPERTS, "mlp_only_layers": [1]},
+    ),
     "qwen3-next-biases": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
@@ -522,20 +554,24 @@ CONVOLVED_FAMILIES: list[str] = [family for family in FAMILIES if family.startsw
 ATTENDING_FAMILIES: list[str] = [family for family in FAMILIES if family not in CONVOLVED_FAMILIES]
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog was not amused, and the fox went on its way.",
-    "Paged attention keeps the keys and values of every request in small blocks, as an operating system keeps pages.",
+    "Paged attention keeps the keys and values of every request in small blocks, as an operating system "
+    "keeps pages.",
     "Grüße aus Köln, ça va? 你好，世界。 Привет, мир! 12345 + 67890 = 80235 🙂🚀",
-    "one two three four five six seven eight nine ten; the scheduler hands out tokens until each request catches up.",
+    "one two three four five six seven eight nine ten; the scheduler hands out tokens until each request "
+    "catches up.",
 ]
 
 
 def save_word_tokenizer(directory: Path) -> Path:
-    """Train a byte-level BPE of TOKENIZER_SIZE tokens and save it, with a chat template, into ``directory``."""
+    """Train a byte-level BPE of TOKENIZER_SIZE tokens and save it, with a chat template,
+    into ``directory``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -550,7 +586,10 @@ def save_word_tokenizer(directory: Path) -> Path:
     )
     backend.train_from_iterator(CORPUS, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>", additional_special_tokens=SPECIAL_TOKENS[2:]
+        tokenizer_object=backend,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        additional_special_tokens=SPECIAL_TOKENS[2:],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
@@ -558,10 +597,11 @@ def save_word_tokenizer(directory: Path) -> Path:
 
 
 def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dtype: str = "float32") -> Path:
-    """Write a seeded model of ``family`` in ``dtype`` and its tokenizer into ``directory`` as save_pretrained does.
+    """Write a seeded model of ``family`` in ``dtype`` and its tokenizer into ``directory`` as save_pretrained
+    does.
 
-    Weights are several times larger than a fresh initialisation, norms and biases are random too: a forgotten bias or
-    a swapped norm changes the output, and the largest logit stands well clear of the second.
+    Weights are several times larger than a fresh initialisation, norms and biases are random too: a forgotten
+    bias or a swapped norm changes the output, and the largest logit stands well clear of the second.
     """
     import torch
     import transformers

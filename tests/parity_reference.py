@@ -1,4 +1,5 @@
-"""The judge of the end-to-end tests: what transformers computes in float32, prompt by prompt, without any padding."""
+"""The judge of the end-to-end tests:
+what transformers computes in float32, prompt by prompt, without any padding."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ MAX_TOKENS = 16
 PROMPT_LENGTHS = (1, 8, 33, 64)
 
 
-def random_prompts(lengths: Sequence[int] = PROMPT_LENGTHS, vocab_size: int = 416, seed: int = 7) -> list[list[int]]:
+def random_prompts(
+    lengths: Sequence[int] = PROMPT_LENGTHS, vocab_size: int = 416, seed: int = 7
+) -> list[list[int]]:
     """Seeded random token ids; ids 0 to 3 are special and left out."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -37,17 +40,26 @@ def reference_model(directory: Path, gguf_file: str | None = None) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _reference_tokens(directory: Path, gguf_file: str | None, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+def _reference_tokens(
+    directory: Path, gguf_file: str | None, prompt: tuple[int, ...], max_tokens: int
+) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = reference_model(directory, gguf_file).generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()
 
 
 def reference_tokens(
-    directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS, gguf_file: str | None = None
+    directory: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = MAX_TOKENS,
+    gguf_file: str | None = None,
 ) -> list[list[int]]:
     """What transformers' greedy ``generate`` appends to each prompt."""
     return [_reference_tokens(directory, gguf_file, tuple(prompt), max_tokens) for prompt in prompts]
@@ -65,7 +77,8 @@ def tiny_llm(model: Path, **settings: Any) -> LLM:
 
 
 def tiny_settings(model: Path, **settings: Any) -> dict[str, Any]:
-    """Of a float32 engine, eager unless asked otherwise, with small blocks so that short prompts fill several."""
+    """Of a float32 engine, eager unless asked otherwise,
+    with small blocks so that short prompts fill several."""
     return {
         "model": str(model),
         "dtype": "float32",
@@ -121,7 +134,8 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
 
 
 def engine_logits(llm: LLM, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
-    """Greedy completion of one prompt, and the engine's logits at every position from the first to the last sampled."""
+    """Greedy completion of one prompt,
+    and the engine's logits at every position from the first to the last sampled."""
     with recorded_logits(llm) as recorded:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=0)
         completion = tokens_of(run(llm, [prompt], params))[0]
@@ -133,12 +147,16 @@ def assert_pool_unused(llm: LLM) -> None:
     scheduler = llm.llm_engine.client.core.scheduler  # type: ignore[attr-defined]
     scheduler.check_integrity()
     assert not scheduler.requests
-    assert scheduler.kv_cache_manager.pools[0].num_free_blocks == scheduler.kv_cache_manager.pools[0].num_blocks - 1
+    assert (
+        scheduler.kv_cache_manager.pools[0].num_free_blocks
+        == scheduler.kv_cache_manager.pools[0].num_blocks - 1
+    )
     assert llm.get_metrics().kv_cache_usage == 0.0
 
 
 def check_gguf_in_engine(path: Path, source: Path, prompt: list[int], max_tokens: int) -> None:
-    """The engine's logits of a GGUF file are those of transformers for the model it was written from, in chunks."""
+    """The engine's logits of a GGUF file are those of transformers for the model it was written from,
+    in chunks."""
     with tiny_llm(path, tokenizer=str(source), max_num_batched_tokens=7) as llm:
         completion, logits = engine_logits(llm, prompt, max_tokens)
     expected = reference_logits(source, prompt + completion[:-1])

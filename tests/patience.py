@@ -1,4 +1,5 @@
-"""How long a test waits for the news of a death: the promised second, and more on a machine that has no core free."""
+"""How long a test waits for the news of a death:
+the promised second, and more on a machine that has no core free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``python -m tutorials`` lists the chapters, ``--run 3 7`` prints some of them, ``--run`` checks them all."""
+"""``python -m tutorials`` lists the chapters, ``--run 3 7`` prints some of them,
+``--run`` checks them all."""
 
 from __future__ import annotations
 
@@ -44,14 +45,17 @@ def chapters() -> list[Chapter]:
 
 
 def list_chapters(console: Console) -> None:
-    table = Table(title="Tutorials: a serving engine, taken apart", title_justify="left", box=None, header_style="dim")
+    table = Table(
+        title="Tutorials: a serving engine, taken apart", title_justify="left", box=None, header_style="dim"
+    )
     table.add_column("chapter", justify="right")
     table.add_column("what it shows")
     for chapter in chapters():
         table.add_row(chapter.number, f"{escape(chapter.summary)}\n[dim]python -m {chapter.module}[/dim]")
     console.print(table)
     console.print(
-        "\nRead some: python -m tutorials --run 1 5     Check all: --run     Pictures: --save DIR", highlight=False
+        "\nRead some: python -m tutorials --run 1 5     Check all: --run     Pictures: --save DIR",
+        highlight=False,
     )
 
 
@@ -60,8 +64,11 @@ def command(chapter: Chapter, save: Path | None) -> list[str]:
 
 
 def print_chapters(wanted: list[Chapter], save: Path | None) -> int:
-    """Run them one after the other, each in a process of its own that prints here. Returns how many failed."""
-    return sum(subprocess.run(command(chapter, save), cwd=FOLDER.parent).returncode != 0 for chapter in wanted)
+    """Run them one after the other, each in a process of its own that prints here.
+    Returns how many failed."""
+    return sum(
+        subprocess.run(command(chapter, save), cwd=FOLDER.parent).returncode != 0 for chapter in wanted
+    )
 
 
 def check_chapters(console: Console, wanted: list[Chapter], save: Path | None) -> int:
@@ -93,7 +100,11 @@ def check_chapters(console: Console, wanted: list[Chapter], save: Path | None) -
             seconds = f"{time.perf_counter() - started:.1f}"
             last = (result.stdout.strip().splitlines() or [""])[-1]
             if result.returncode == 0 and last.startswith("PASS: "):
-                state[chapter.number] = ["[green]passed[/green]", seconds, escape(last.removeprefix("PASS: "))]
+                state[chapter.number] = [
+                    "[green]passed[/green]",
+                    seconds,
+                    escape(last.removeprefix("PASS: ")),
+                ]
             else:
                 failures[chapter.number] = result.stderr or result.stdout
                 state[chapter.number] = ["[red]FAILED[/red]", seconds, "see below"]
@@ -104,9 +115,15 @@ def check_chapters(console: Console, wanted: list[Chapter], save: Path | None) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tutorials", description="Lists the chapters, or runs them.")
-    parser.add_argument("--run", nargs="*", metavar="N", help="print these chapters; without numbers, check all")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="with --run: write the pictures into DIR as PNG files")
+    parser = argparse.ArgumentParser(
+        prog="python -m tutorials", description="Lists the chapters, or runs them."
+    )
+    parser.add_argument(
+        "--run", nargs="*", metavar="N", help="print these chapters; without numbers, check all"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="with --run: write the pictures into DIR as PNG files"
+    )
     options = parser.parse_args()
     console = Console()
     if options.run is None:
@@ -118,7 +135,9 @@ def main() -> int:
     if unknown:
         parser.error(f"There is no chapter {', '.join(unknown)}; choose from {', '.join(known)}.")
     wanted = [known[number] for number in numbers]
-    failed = print_chapters(wanted, options.save) if options.run else check_chapters(console, wanted, options.save)
+    failed = (
+        print_chapters(wanted, options.save) if options.run else check_chapters(console, wanted, options.save)
+    )
     return 1 if failed else 0
 
 

@@ -1,6 +1,7 @@
 """The variants of example A: functions of positions, and the backends that the engine makes of them.
 
-They are in a module of their own, because an engine finds ``"tutorials.attention_variants:alibi"`` in any process.
+They are in a module of their own,
+because an engine finds ``"tutorials.attention_variants:alibi"`` in any process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Draws the README's picture of ``minivllm chat``: a real conversation with the default model, rendered by the chat.
+"""Draws the README's picture of ``minivllm chat``:
+a real conversation with the default model, rendered by the chat.
 
 ``python -m tutorials.chat_picture tutorials/pictures/chat.svg``
 """
@@ -26,9 +27,13 @@ QUESTIONS = (
 )
 
 
-def draw(engine: LLMEngine, model: str, questions: tuple[str, ...] = QUESTIONS, max_tokens: int | None = None) -> str:
+def draw(
+    engine: LLMEngine, model: str, questions: tuple[str, ...] = QUESTIONS, max_tokens: int | None = None
+) -> str:
     """The conversation and the trace of its last answer, as an SVG."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     session = ChatSession(engine, model, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     size = session.max_model_len
     console.print(Text(f"{model} · {engine.client.config.device} · context {size:,} tokens", style="dim"))

@@ -1,16 +1,17 @@
 """B · Worked example, a new logits processor: answers that must begin with given tokens, where asked for.
 
-"Answer with a JSON object" works better when the answer is made to begin with a brace. A logits processor can do that:
-it sees the logits before anything is drawn from them, and forbids all tokens but one. Its two
+"Answer with a JSON object" works better when the answer is made to begin with a brace. A logits processor can
+do that: it sees the logits before anything is drawn from them, and forbids all tokens but one. Its two
 methods with work in them are short, and no other request in the batch notices.
 """
 
 # %% [markdown]
 # ## The processor
-# ``LogitsProcessor`` is the protocol. One object serves all requests: ``update_state`` tells it which of them came,
-# left or changed places, ``apply`` gets the logits of all of them at once, request i in row i. ``concerns`` keeps it
-# away from requests that it has nothing to do with, which then cost nothing. It may look at what a request has said so
-# far, and at nothing else: then its answers are the same with guesses that are verified together (chapter 12).
+# ``LogitsProcessor`` is the protocol. One object serves all requests: ``update_state`` tells it which of them
+# came, left or changed places, ``apply`` gets the logits of all of them at once, request i in row i.
+# ``concerns`` keeps it away from requests that it has nothing to do with, which then cost nothing. It may
+# look at what a request has said so far, and at nothing else: then its answers are the same with guesses that
+# are verified together (chapter 12).
 
 # %%
 from __future__ import annotations
@@ -60,13 +61,15 @@ class ForcedBeginning(LogitsProcessor):
 
 # %% [markdown]
 # ## Plug it in
-# ``LLM(logits_processors=[ForcedBeginning])``, and each request says in ``extra_args`` what it wants of it. An engine
-# in a process of its own cannot be handed a class; it takes ``"package.module:ForcedBeginning"``, as does the command
-# line.
+# ``LLM(logits_processors=[ForcedBeginning])``, and each request says in ``extra_args`` what it wants of it.
+# An engine in a process of its own cannot be handed a class; it takes ``"package.module:ForcedBeginning"``,
+# as does the command line.
 
 
 # %%
-def answers(prompts: list[list[int]], forced: list[bool], num_tokens: int = N, **engine: object) -> list[list[int]]:
+def answers(
+    prompts: list[list[int]], forced: list[bool], num_tokens: int = N, **engine: object
+) -> list[list[int]]:
     """What the engine writes; which requests have to begin as told."""
     params = [
         SamplingParams(
@@ -85,9 +88,9 @@ def answers(prompts: list[list[int]], forced: list[bool], num_tokens: int = N, *
 
 # %% [markdown]
 # ## Predict
-# The forced request begins as it must. What comes then is what the model would have written if the beginning had stood
-# in its prompt: even the random numbers are the same, since they belong to positions (chapter 9). Its neighbour writes
-# what it would have written alone.
+# The forced request begins as it must. What comes then is what the model would have written if the beginning
+# had stood in its prompt: even the random numbers are the same, since they belong to positions (chapter 9).
+# Its neighbour writes what it would have written alone.
 
 # %%
 lesson.heading("A forced request and its neighbour")
@@ -109,7 +112,11 @@ def shown(tokens: list[int], count: int) -> list[Cell]:
     return [(str(token), "prompt" if place < count else "decode") for place, token in enumerate(tokens)]
 
 
-rows = {"free": shown(free[0], 0), "forced": shown(forced[0], len(BEGINNING)), "neighbour": shown(forced[1], 0)}
+rows = {
+    "free": shown(free[0], 0),
+    "forced": shown(forced[0], len(BEGINNING)),
+    "neighbour": shown(forced[1], 0),
+}
 lesson.cells("e02_forced", "Answers", rows, legend={"prompt": "forced", "decode": "sampled"})
 
 # %% [markdown]
@@ -118,7 +125,8 @@ lesson.cells("e02_forced", "Answers", rows, legend={"prompt": "forced", "decode"
 
 # %%
 @lesson.exercise(
-    "Does it survive preemption? Squeeze five forced requests into five blocks, and compare with plenty of room."
+    "Does it survive preemption? Squeeze five forced requests into five blocks, and compare with plenty of "
+    "room."
 )
 def preempted() -> str:
     prompts = [[n, n + 1, n + 2] for n in range(20, 25)]

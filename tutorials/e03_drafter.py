@@ -1,14 +1,14 @@
 """C · Worked example, a new drafter: what usually follows this token, learnt from the answers so far.
 
-Chapter 12 said what a drafter may do: guess. It can be anything that proposes tokens, since the model checks them
-all. This one remembers, for every pair of tokens, what came next the last time. It is short, and it plugs into the
-engine.
+Chapter 12 said what a drafter may do: guess. It can be anything that proposes tokens, since the model checks
+them all. This one remembers, for every pair of tokens, what came next the last time. It is short, and it
+plugs into the engine.
 """
 
 # %% [markdown]
 # ## The drafter
-# ``propose`` is asked once per step, for all requests that write. ``finish`` is told when one has left: here that is
-# when its text is learnt from, so that the next user profits.
+# ``propose`` is asked once per step, for all requests that write. ``finish`` is told when one has left: here
+# that is when its text is learnt from, so that the next user profits.
 
 # %%
 from __future__ import annotations
@@ -51,10 +51,10 @@ class PairDrafter(Drafter):
 
 # %% [markdown]
 # ## The same question three times
-# The first time it knows nothing. The second time it knows the whole answer, unless a pair of tokens occurs twice with
-# different continuations. So take a prompt whose answer has no such pair, and predict: the prompt gives the first
-# token, the second must be written alone (its pair holds a token of the prompt), and from there on every step writes
-# K + 1 tokens.
+# The first time it knows nothing. The second time it knows the whole answer, unless a pair of tokens occurs
+# twice with different continuations. So take a prompt whose answer has no such pair, and predict: the prompt
+# gives the first token, the second must be written alone (its pair holds a token of the prompt), and from
+# there on every step writes K + 1 tokens.
 
 
 # %%
@@ -63,7 +63,8 @@ def ask(drafter: Drafter, prompts: Sequence[list[int]]) -> tuple[list[list[int]]
     params = SamplingParams(temperature=0.0, max_tokens=N, ignore_eos=True)
     answers, stats = [], []
     register_drafter("pairs", lambda context: drafter)
-    # Where checking a guess costs nothing, the engine always asks for as many as it may: K, so steps can be predicted.
+    # Where checking a guess costs nothing, the engine always asks for as many as it may:
+    # K, so steps can be predicted.
     speculative = {"method": "pairs", "num_speculative_tokens": K, "verification_cost": 0.0}
     with LLM(**engine_arguments(enable_prefix_caching=False), speculative_config=speculative) as llm:
         for prompt in prompts:
@@ -97,18 +98,23 @@ prompt, answer = candidates[which], control[which]
 lesson.say(f"  prompt {prompt}")
 rest = N - 2
 lesson.predict("steps, first time", N, "nothing is known")
-lesson.predict("steps, second and third time", [2 + -(-rest // (K + 1))] * 2, f"2, then {K + 1} tokens a step")
+lesson.predict(
+    "steps, second and third time", [2 + -(-rest // (K + 1))] * 2, f"2, then {K + 1} tokens a step"
+)
 answers, stats = ask(PairDrafter(), [prompt] * 3)
 totals = [0, *(entry.num_steps for entry in stats)]
 steps = [later - earlier for earlier, later in pairwise(totals)]
 lesson.measure("steps, first time", steps[0])
 lesson.measure("steps, second and third time", steps[1:])
 lesson.check(all(given == answer for given in answers), "the three answers are the same, and the control's")
-lesson.bars("e03_steps", f"Steps for {N} tokens", {f"time {n}": count for n, count in enumerate(steps, 1)}, "steps")
+lesson.bars(
+    "e03_steps", f"Steps for {N} tokens", {f"time {n}": count for n, count in enumerate(steps, 1)}, "steps"
+)
 
 # %% [markdown]
 # ## Another question
-# On a question it has never seen, it guesses little, and mostly wrong. That costs some work and changes nothing.
+# On a question it has never seen, it guesses little, and mostly wrong.
+# That costs some work and changes nothing.
 
 # %%
 lesson.heading("Questions it has never seen")
@@ -117,7 +123,9 @@ lesson.predict("answers that changed", 0, "the model checks every guess")
 lesson.measure("answers that changed", sum(a != b for a, b in zip(answers, control)))
 final = stats[-1]
 lesson.say(f"  {final.num_accepted_tokens} of {final.num_draft_tokens} guesses were right")
-lesson.check(final.num_steps + final.num_accepted_tokens == N * len(candidates), "every right guess saved a step")
+lesson.check(
+    final.num_steps + final.num_accepted_tokens == N * len(candidates), "every right guess saved a step"
+)
 
 # %% [markdown]
 # ## Exercises

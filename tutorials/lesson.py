@@ -1,8 +1,8 @@
 """What every chapter does: tell its prose, predict a number, measure it, draw a picture, set exercises.
 
-The prose of a chapter are its docstring and its ``# %% [markdown]`` cells. Each is printed before the output of the
-code below it. A prediction that fails stops the chapter. Pictures are drawn in the terminal, and as PNG files with
-``--save DIR``.
+The prose of a chapter are its docstring and its ``# %% [markdown]`` cells. Each is printed before the output
+of the code below it. A prediction that fails stops the chapter. Pictures are drawn in the terminal, and as
+PNG files with ``--save DIR``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class Lesson:
             raise PredictionFailed(f"This does not hold: {claim}.")
         self.console.print(f"  [green]holds[/green]     {claim}", highlight=False)
 
-    # -- pictures ------------------------------------------------------------------------------------------------
+    # -- pictures
+    # ------------------------------------------------------------------------------------------------
 
     def cells(
         self,
@@ -163,7 +164,9 @@ class Lesson:
         most = max(values.values()) or 1
         table = Table(title=escape(f"{title} [{unit}]"), title_justify="left", box=None, show_header=False)
         for label, value in values.items():
-            table.add_row(label, Text("█" * round(_BAR_WIDTH * value / most), COLOURS["prompt"]), _shown(value))
+            table.add_row(
+                label, Text("█" * round(_BAR_WIDTH * value / most), COLOURS["prompt"]), _shown(value)
+            )
         self.console.print(table)
         if self._folder is not None:
             figure, axes = _figure(7, 0.8 + 0.4 * len(values))
@@ -220,7 +223,8 @@ class Lesson:
             plot.legend()
             _save(figure, self._folder / f"{name}.png")
 
-    # -- exercises and the end -----------------------------------------------------------------------------------
+    # -- exercises and the end
+    # -----------------------------------------------------------------------------------
 
     def exercise(self, text: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
         """Marks the function below as the solution of an exercise; it returns what it found out."""
@@ -232,13 +236,16 @@ class Lesson:
         return register
 
     def passed(self, *claims: str) -> None:
-        """The end: every prediction was measured, the exercises are shown, the solutions asked for are run."""
+        """The end: every prediction was measured, the exercises are shown,
+        the solutions asked for are run."""
         if self._predictions:
             raise PredictionFailed(f"Predicted, but never measured: {', '.join(self._predictions)}.")
         numbers = [str(number) for number in range(1, len(self._exercises) + 1)]
         unknown = set(self._solutions) - {*numbers, "all"}
         if unknown:
-            sys.exit(f"There is no exercise {', '.join(sorted(unknown))}: choose from {', '.join(numbers)} or all.")
+            sys.exit(
+                f"There is no exercise {', '.join(sorted(unknown))}: choose from {', '.join(numbers)} or all."
+            )
         self._tell()
         for number, (text, _) in zip(numbers, self._exercises):
             self.console.print(f"  {number}. {text}  (solution: --solution {number})", markup=False)
@@ -250,7 +257,9 @@ class Lesson:
 
 def _parse(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--save", type=Path, metavar="DIR", help="also write the pictures into DIR as PNG files")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="also write the pictures into DIR as PNG files"
+    )
     parser.add_argument(
         "--solution", nargs="+", default=[], metavar="N", help="run the solutions of these exercises, or all"
     )
@@ -262,7 +271,9 @@ def _parse(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
             options.save.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=options.save).close()
         except OSError as error:
-            parser.error(f"--save: {options.save} cannot be written ({error.strerror}); name another directory.")
+            parser.error(
+                f"--save: {options.save} cannot be written ({error.strerror}); name another directory."
+            )
     return options
 
 
@@ -308,9 +319,16 @@ def _legend(rows: Mapping[str, Sequence[Cell]]) -> dict[str, str]:
 def _save_cells(
     path: Path, title: str, rows: Mapping[str, Sequence[Cell]], legend: Mapping[str, str], narrow: bool
 ) -> None:
-    columns, most = max(map(len, rows.values())), max(len(text) for cells in rows.values() for text, _ in cells)
-    cell = 0.16 if narrow else max(0.3, 0.14 + 0.085 * most)  # inches; a picture of 70 narrow cells fits a page
-    figure, axes = _figure(max(6.0, 0.4 + 0.09 * max(map(len, rows)) + cell * columns), 1.3 + 0.34 * len(rows))
+    columns, most = (
+        max(map(len, rows.values())),
+        max(len(text) for cells in rows.values() for text, _ in cells),
+    )
+    cell = (
+        0.16 if narrow else max(0.3, 0.14 + 0.085 * most)
+    )  # inches; a picture of 70 narrow cells fits a page
+    figure, axes = _figure(
+        max(6.0, 0.4 + 0.09 * max(map(len, rows)) + cell * columns), 1.3 + 0.34 * len(rows)
+    )
     from matplotlib.patches import Patch, Rectangle
 
     for y, cells in enumerate(rows.values()):
@@ -322,5 +340,7 @@ def _save_cells(
     axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
     patches = [Patch(color=COLOURS[kind], label=meaning) for kind, meaning in legend.items()]
     if patches:
-        figure.legend(handles=patches, fontsize=10, loc="outside lower center", ncols=len(patches), frameon=False)
+        figure.legend(
+            handles=patches, fontsize=10, loc="outside lower center", ncols=len(patches), frameon=False
+        )
     _save(figure, path)

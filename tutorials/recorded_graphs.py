@@ -14,11 +14,12 @@ from minivllm.graphs.graph_capture import Replay
 
 
 class RecordedGraphs:
-    """A ``GraphBackend`` without CUDA, for tests and for learning: every tensor operation is recorded, and a replay
-    runs it on the recorded tensors and puts its result where the first one was.
+    """A ``GraphBackend`` without CUDA, for tests and for learning: every tensor operation is recorded, and a
+    replay runs it on the recorded tensors and puts its result where the first one was.
 
-    As with CUDA, what Python computed in between is frozen, a tensor that was replaced instead of overwritten is not
-    seen, and compiled code that does not go through the dispatcher cannot be recorded: regions must be eager.
+    As with CUDA, what Python computed in between is frozen, a tensor that was replaced instead of overwritten
+    is not seen, and compiled code that does not go through the dispatcher cannot be recorded: regions must be
+    eager.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Results that share memory with an argument follow it by themselves; the others must be put in place. Which are
-        # which is only known now: a reshape, say, is sometimes a view and sometimes a copy.
+        # Results that share memory with an argument follow it by themselves; the others must be put in place.
+        # Which are which is only known now: a reshape, say, is sometimes a view and sometimes a copy.
         given = {_memory_of(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
         fresh = {
             place: value

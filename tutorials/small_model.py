@@ -52,7 +52,13 @@ def small_model() -> Path:
 
 def engine_arguments(**arguments: Any) -> dict[str, Any]:
     """Arguments of ``LLM`` for the small model on any machine; ``arguments`` are added to them."""
-    given = {"load_format": "dummy", "device": "cpu", "enforce_eager": True, "max_model_len": 512, "block_size": 16}
+    given = {
+        "load_format": "dummy",
+        "device": "cpu",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "block_size": 16,
+    }
     return {"model": str(small_model()), "num_gpu_blocks_override": 256, **given, **arguments}
 
 
@@ -61,7 +67,9 @@ def small_decoder(**overrides: Any) -> Decoder:
     """The same model without an engine around it, ready to compute uncompiled."""
     config = read_decoder_config(small_model(), "dummy", overrides)
     float32 = torch.float32
-    decoder = Decoder(config, dtype=float32, attention_dtype=float32, device=torch.device("cpu"), max_model_len=2048)
+    decoder = Decoder(
+        config, dtype=float32, attention_dtype=float32, device=torch.device("cpu"), max_model_len=2048
+    )
     decoder.load_weights(iterate_weights(small_model(), "dummy", config, float32))
     build_regions(decoder, RegionCompiler(enabled=False))
     return decoder

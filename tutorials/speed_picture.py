@@ -1,13 +1,14 @@
 """Draws charts of speed and writes tables of it, from the reports that ``minivllm bench`` left.
 
-Every ``.json`` file in ``tutorials/measurements`` is a report as ``minivllm bench … --json FILE`` writes it, with the
-machine and the command it came from. ``minivllm/bench/README.md`` shows all reports of ``bench model`` and
+Every ``.json`` file in ``tutorials/measurements`` is a report as ``minivllm bench … --json FILE`` writes it,
+with the machine and the command it came from. ``minivllm/bench/README.md`` shows all reports of ``bench
+model`` and
 ``bench accuracy``, and README.md shows one of them. To publish new figures, put the file there, then run
-``python -m tutorials.speed_picture``: charts and documents follow. A peer that is more than 5 % faster when it is run
-as its documentation says than in the comparison gets no ratio.
+``python -m tutorials.speed_picture``: charts and documents follow. A peer that is more than 5 % faster when
+it is run as its documentation says than in the comparison gets no ratio.
 
-On a CPU three commands measure widely used engines, each with a --peer-python for every engine that lives in another
-Python:
+On a CPU three commands measure widely used engines,
+each with a --peer-python for every engine that lives in another Python:
 
     cases="--case decode:1 --case decode:4 --case decode:16 --case decode:32:256 --case prefill:512"
     cases="$cases --repeats 5 --calibrate 2"
@@ -64,7 +65,8 @@ def speeds(report: Report) -> dict[str, dict[str, float]]:
 
 
 def section(report: Report) -> str:
-    """One report as Markdown: machine, table of cases, command. The ratio is that of the first side to another one."""
+    """One report as Markdown: machine, table of cases, command.
+    The ratio is that of the first side to another one."""
     table = speeds(report)
     first, *others = _sides(report)
     refused = {(one.case, one.against) for one in report.comparisons if not one.holds}
@@ -97,7 +99,11 @@ def speed_part(kept: list[Report], picture: Path, document: Path) -> str:
     """The text between BEGIN and END of a document: the chart, and a section for each report."""
     sides = " and ".join(", ".join(_sides(report)) for report in kept)
     target = Path(os.path.relpath(picture, document.parent)).as_posix()
-    return f"\n![Bars of tokens per second: {sides}]({target})\n\n" + "\n".join(section(one) for one in kept) + "\n"
+    return (
+        f"\n![Bars of tokens per second: {sides}]({target})\n\n"
+        + "\n".join(section(one) for one in kept)
+        + "\n"
+    )
 
 
 def documents() -> dict[Path, str]:
@@ -134,7 +140,9 @@ def draw(kept: list[Report], path: Path) -> None:
 def _bars(axes: Any, table: dict[str, dict[str, float]], sides: list[str]) -> None:
     height = 0.8 / len(sides)
     for number, side in enumerate(sides):
-        places = [place - 0.4 + (number + 0.5) * height for place, row in enumerate(table.values()) if side in row]
+        places = [
+            place - 0.4 + (number + 0.5) * height for place, row in enumerate(table.values()) if side in row
+        ]
         values = [row[side] for row in table.values() if side in row]
         bars = axes.barh(places, values, height * 0.9, label=side, color=COLOURS[number % len(COLOURS)])
         axes.bar_label(bars, [_figure(value) for value in values], padding=3, fontsize=8)
@@ -168,7 +176,10 @@ def main() -> int:
     """Bring charts and documents up to date."""
     kept = reports()
     if not kept:
-        print(f"There is no report in {MEASUREMENTS}: minivllm bench model --json FILE writes one.", file=sys.stderr)
+        print(
+            f"There is no report in {MEASUREMENTS}: minivllm bench model --json FILE writes one.",
+            file=sys.stderr,
+        )
         return 1
     draw([read_report(MEASUREMENTS / SHOWN_FIRST)], PICTURE)
     draw(kept, PICTURE_OF_ALL)

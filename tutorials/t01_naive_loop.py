@@ -1,17 +1,17 @@
 """01 · The naive loop: without a memory, every new token pays for all tokens before it.
 
-A language model maps a sequence of tokens to a guess of the next one. To write text, ask again and again. This chapter
-does exactly that with the engine's own ``Decoder``, and counts what it costs. Everything that follows in the other
-chapters is a way not to pay it.
+A language model maps a sequence of tokens to a guess of the next one. To write text, ask again and again.
+This chapter does exactly that with the engine's own ``Decoder``, and counts what it costs. Everything that
+follows in the other chapters is a way not to pay it.
 
 Run it top to bottom, or cell by cell in an editor that knows ``# %%``.
 """
 
 # %% [markdown]
 # ## The model as a function
-# The engine's decoder is cut into regions at attention (chapter 10 says why), so attention is handed in from outside.
-# On its way the decoder notes down a key and a value for every token. Here the notes live in a scrap of memory that is
-# thrown away after each call: the model is a pure function from tokens to logits.
+# The engine's decoder is cut into regions at attention (chapter 10 says why), so attention is handed in from
+# outside. On its way the decoder notes down a key and a value for every token. Here the notes live in a scrap
+# of memory that is thrown away after each call: the model is a pure function from tokens to logits.
 
 # %%
 from __future__ import annotations
@@ -66,8 +66,8 @@ def generate(prompt: list[int], num_tokens: int) -> list[int]:
 
 # %% [markdown]
 # ## Predict, then measure
-# Step *i* sends the prompt and the *i* tokens written so far through the model. For a prompt of P tokens and N new ones
-# that is P + (P + 1) + … + (P + N − 1) = N·P + N(N − 1)/2: it grows with the square of N.
+# Step *i* sends the prompt and the *i* tokens written so far through the model. For a prompt of P tokens and
+# N new ones that is P + (P + 1) + … + (P + N − 1) = N·P + N(N − 1)/2: it grows with the square of N.
 
 # %%
 lesson.heading("What one answer costs")
@@ -81,14 +81,16 @@ lesson.say(f"  (that took {time.perf_counter() - started:.2f} s here; times are 
 
 # %% [markdown]
 # ## The surprise
-# How much of it was new? Of all tokens that went through the model only P + N − 1 were ever different. The rest is the
-# same question asked again. And twice the answer costs more than twice as much, in the long run four times:
+# How much of it was new? Of all tokens that went through the model only P + N − 1 were ever different. The
+# rest is the same question asked again. And twice the answer costs more than twice as much, in the long run
+# four times:
 
 # %%
 lesson.heading("Twice the length")
 new = P + N - 1
 lesson.say(
-    f"  {new} of {tokens_computed:,} tokens were new: {1 - new / tokens_computed:.1%} of the work was repetition"
+    f"  {new} of {tokens_computed:,} tokens were new: {1 - new / tokens_computed:.1%} of the work was "
+    "repetition"
 )
 before = tokens_computed
 lesson.predict("tokens computed for 2N", 2 * N * P + N * (2 * N - 1), "the same formula with 2N")
@@ -100,8 +102,8 @@ lesson.check(longer[:N] == answer, "the first half of the longer answer is the s
 
 # %% [markdown]
 # ## The same answer from the engine
-# Is the loop even right? The engine, with everything in it that this book is about, must say the same. It computes each
-# token once; how, is chapter 2.
+# Is the loop even right? The engine, with everything in it that this book is about, must say the same. It
+# computes each token once; how, is chapter 2.
 
 # %%
 lesson.heading("The engine says the same")
@@ -141,7 +143,9 @@ def comparisons() -> str:
     return f"twice the answer costs {ratio:.2f} times the comparisons: attention grows with the cube"
 
 
-@lesson.exercise("How many tokens must an answer have before more than nine tenths of the work is repetition?")
+@lesson.exercise(
+    "How many tokens must an answer have before more than nine tenths of the work is repetition?"
+)
 def mostly_repetition() -> str:
     n = next(n for n in range(1, 1000) if P + n - 1 < (n * P + n * (n - 1) // 2) / 10)
     assert n == 13, "so few, since the prompt is repeated from the second token on"

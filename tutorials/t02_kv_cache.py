@@ -1,13 +1,14 @@
-"""02 · The KV cache: keep the notes, and every token is computed once, for memory that grows with every token.
+"""02 · The KV cache: keep the notes, and every token is computed once,
+for memory that grows with every token.
 
-Chapter 1 threw away a key and a value per token and layer after every step, and computed them again. A token's key and
-value depend only on the tokens before it, and those never change. So keep them.
+Chapter 1 threw away a key and a value per token and layer after every step, and computed them again. A
+token's key and value depend only on the tokens before it, and those never change. So keep them.
 """
 
 # %% [markdown]
 # ## One function, two ways to call it
-# ``step`` computes the tokens from position ``start`` on, reading the notes of everything before from ``notes``. With
-# ``start = 0`` and fresh notes it is chapter 1, which stays here as the control.
+# ``step`` computes the tokens from position ``start`` on, reading the notes of everything before from
+# ``notes``. With ``start = 0`` and fresh notes it is chapter 1, which stays here as the control.
 
 # %%
 from __future__ import annotations
@@ -35,14 +36,17 @@ def fresh_notes() -> list[LayerCache]:
 
 @torch.inference_mode()
 def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
-    """Logits [vocab] after the last of ``token_ids``, of which those before ``start`` are in the notes already."""
+    """Logits [vocab] after the last of ``token_ids``,
+    of which those before ``start`` are in the notes already."""
     global tokens_computed
     tokens_computed += len(token_ids) - start
     places = torch.arange(start, len(token_ids), dtype=torch.int32)
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer][:2], block, start, scale=decoder.attention_specs[0].scale)
+        return gathered_sdpa_attention(
+            q, *notes[layer][:2], block, start, scale=decoder.attention_specs[0].scale
+        )
 
     tokens, placed = TokenInputs(places), [note.at(places) for note in notes]
     hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, placed, attend)
@@ -62,7 +66,8 @@ def generate(prompt: list[int], num_tokens: int, keep_notes: bool) -> list[int]:
 
 # %% [markdown]
 # ## Predict, then measure
-# Now the first step computes the prompt and every later one a single token. The last token is never sent back.
+# Now the first step computes the prompt and every later one a single token.
+# The last token is never sent back.
 
 # %%
 lesson.heading("Work, with and without notes")
@@ -79,9 +84,9 @@ lesson.check(cached == naive, f"all {N} tokens are the same")
 
 # %% [markdown]
 # ## What it costs
-# The bill is now paid in memory. Per token: a key and a value, in each layer, for each KV head, ``head_dim`` numbers
-# each. That is all the "KV cache" is. Grouped-query attention (4 query heads share 2 KV heads here) exists to make it
-# smaller.
+# The bill is now paid in memory. Per token: a key and a value, in each layer, for each KV head, ``head_dim``
+# numbers each. That is all the "KV cache" is. Grouped-query attention (4 query heads share 2 KV heads here)
+# exists to make it smaller.
 
 # %%
 lesson.heading("The price of a token, in bytes")
@@ -91,25 +96,31 @@ per_token = 2 * config.num_layers * mixer.kv_heads * mixer.head_dim * 4
 lesson.predict("bytes per token", per_token, "2 (K, V) x layers x kv_heads x head_dim x 4 bytes")
 notes = fresh_notes()
 lesson.measure("bytes per token", sum(cache.k.nbytes + cache.v.nbytes for cache in notes) // CAPACITY)
-lesson.check(block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its blocks by the same formula")
+lesson.check(
+    block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its blocks by the same formula"
+)
 
 # %% [markdown]
 # ## The surprise
-# A decode step reads all weights once to make one token: that is why decoding is bound by memory, not by arithmetic.
-# But it reads the whole cache too. There is a length from which on the cache is more than the model.
+# A decode step reads all weights once to make one token: that is why decoding is bound by memory, not by
+# arithmetic. But it reads the whole cache too. There is a length from which on the cache is more than the
+# model.
 
 # %%
 lesson.heading("When the notes outweigh the model")
 weights = [tensor for layer in decoder.layers for linear in layer.linears for tensor in linear.tensors]
 weight_bytes = sum(tensor.nbytes for tensor in weights) + decoder.head.tensors[0].nbytes
 crossing = -(-weight_bytes // per_token)
-lesson.predict("tokens until the cache is larger", crossing, f"{weight_bytes:,} bytes of weights / {per_token} bytes")
+lesson.predict(
+    "tokens until the cache is larger", crossing, f"{weight_bytes:,} bytes of weights / {per_token} bytes"
+)
 length = 1
 while block_bytes(decoder, length) < weight_bytes:
     length += 1
 lesson.measure("tokens until the cache is larger", length)
 lesson.say(
-    "  SmolLM2-135M: 270 MB of bfloat16 weights, 46 KB per token in float32: about 5,900 tokens, or 16 users of 370"
+    "  SmolLM2-135M: 270 MB of bfloat16 weights, 46 KB per token in float32: about 5,900 tokens, or 16 users "
+    "of 370"
 )
 lengths = [0, crossing // 4, crossing // 2, 3 * crossing // 4, crossing, 5 * crossing // 4, 3 * crossing // 2]
 lesson.curves(
@@ -125,7 +136,9 @@ lesson.curves(
 
 
 # %%
-@lesson.exercise("The prompt can be taken in by any portions. Show that 16 at once, 5 + 5 + 6 and one by one agree.")
+@lesson.exercise(
+    "The prompt can be taken in by any portions. Show that 16 at once, 5 + 5 + 6 and one by one agree."
+)
 def portions() -> str:
     def logits_after(portions: list[int]) -> Tensor:
         notes, start, logits = fresh_notes(), 0, torch.empty(0)
@@ -140,7 +153,9 @@ def portions() -> str:
     return "the logits agree in float32: this is what makes chunked prefill (chapter 7) possible"
 
 
-@lesson.exercise("Spoil the note of one early token and generate again. From which token on does the answer change?")
+@lesson.exercise(
+    "Spoil the note of one early token and generate again. From which token on does the answer change?"
+)
 def spoilt() -> str:
     notes = fresh_notes()
     step(prompt, 0, notes)
@@ -151,10 +166,15 @@ def spoilt() -> str:
         start = len(token_ids)
         token_ids.append(int(logits.argmax()))
     changed = next(i for i in range(N) if token_ids[P + i] != naive[i])
-    return f"token {changed} differs: to hand out the notes of another text (chapter 6) corrupts answers silently"
+    return (
+        f"token {changed} differs: to hand out the notes of another text (chapter 6) corrupts answers "
+        "silently"
+    )
 
 
-@lesson.exercise("How much smaller is the cache because 4 query heads share 2 KV heads? Build the other model and see.")
+@lesson.exercise(
+    "How much smaller is the cache because 4 query heads share 2 KV heads? Build the other model and see."
+)
 def without_sharing() -> str:
     mha = small_decoder(num_key_value_heads=4)
     factor = block_bytes(mha, 1) / block_bytes(decoder, 1)

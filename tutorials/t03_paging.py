@@ -1,13 +1,14 @@
-"""03 · Paging: the length of an answer is unknown, so memory is handed out in small blocks, and a table finds them.
+"""03 · Paging: the length of an answer is unknown, so memory is handed out in small blocks,
+and a table finds them.
 
-Chapter 2 set aside room for the longest possible sequence. With many users that is nearly all waste. Operating systems
-met the problem sixty years ago; PagedAttention (Kwon et al. 2023) took their answer over.
+Chapter 2 set aside room for the longest possible sequence. With many users that is nearly all waste.
+Operating systems met the problem sixty years ago; PagedAttention (Kwon et al. 2023) took their answer over.
 """
 
 # %% [markdown]
 # ## The parts
-# ``BlockPool`` owns the blocks, ``KVCacheManager`` gives them to requests as they grow. Neither touches a tensor: a
-# block is a number. (Block 0 is the null block: padding is written there, and nothing reads it.)
+# ``BlockPool`` owns the blocks, ``KVCacheManager`` gives them to requests as they grow. Neither touches a
+# tensor: a block is a number. (Block 0 is the null block: padding is written there, and nothing reads it.)
 
 # %%
 from __future__ import annotations
@@ -75,7 +76,8 @@ for index, length in enumerate(lengths):
 lesson.measure("users with paging", len(served))
 
 # %% [markdown]
-# What is lost is only the unfilled end of each request's last block: on average half a block, never a whole one.
+# What is lost is only the unfilled end of each request's last block:
+# on average half a block, never a whole one.
 
 # %%
 reserved = sum(len(manager.get_block_ids(r.request_id)[0]) * BLOCK for r in served)
@@ -92,8 +94,8 @@ lesson.bars(
 
 # %% [markdown]
 # ## Block tables
-# Blocks come back in any order, so a request's blocks lie anywhere. The block table says where. Here six requests
-# come, three of them leave, and two new ones move in where they were.
+# Blocks come back in any order, so a request's blocks lie anywhere. The block table says where. Here six
+# requests come, three of them leave, and two new ones move in where they were.
 
 # %%
 lesson.heading("Memory after some coming and going")
@@ -125,8 +127,8 @@ lesson.check(tables["R6"] != sorted(tables["R6"]), "the blocks of R6 are neither
 
 # %% [markdown]
 # ## The surprise: attention does not care
-# Attention is a sum over keys, each of which knows its position from the rotary embedding. Gather the blocks in the
-# order of the table, and the result is the same to the last bit, wherever they lie.
+# Attention is a sum over keys, each of which knows its position from the rotary embedding. Gather the blocks
+# in the order of the table, and the result is the same to the last bit, wherever they lie.
 
 # %%
 lesson.heading("Scattered or not: the same bits")
@@ -139,14 +141,18 @@ for blocks in (table, list(range(1, 1 + len(table)))):
     slot_mapping = torch.tensor([blocks[p // 4] * 4 + p % 4 for p in range(length)])
     write_kv(k_cache, v_cache, k, v, slot_mapping)
     outputs.append(gathered_sdpa_attention(q, k_cache, v_cache, torch.tensor(blocks), length - 1, scale=0.25))
-lesson.check(torch.equal(*outputs), "attention over scattered blocks equals attention over neighbours, bit for bit")
+lesson.check(
+    torch.equal(*outputs), "attention over scattered blocks equals attention over neighbours, bit for bit"
+)
 
 # %% [markdown]
 # ## The block mask
-# The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every query tile, the
-# list of blocks to read: all queries of the tile see all of a **wholly visible** block, a **partial** one is masked
-# inside. Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for
-# one step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees
+# The compiled engine does not gather.
+# It gives FlexAttention the *physical* cache and, for every query tile, the
+# list of blocks to read: all queries of the tile see all of a **wholly visible** block, a **partial** one is
+# masked inside. Everything else is never touched. ``write_lists`` makes these lists from the block tables;
+# here they are for one step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a
+# query at position p sees
 # (p + 1) // 4 wholly visible blocks, and one more, partially, if p + 1 is no multiple of 4.
 
 # %%
@@ -175,7 +181,9 @@ for tile, positions in enumerate((chunk[:8], chunk[8:])):
 decode_blocks = decode.partial[0, : decode.partial_count[0]].tolist()
 picture[f"R1, query {decode_at}"] = [("P", "decode") if p in decode_blocks else ("", "") for p in range(25)]
 first, second = chunk[:8], chunk[8:]
-rule = [((a + 1) // 4, b // 4 + 1 - (a + 1) // 4) for a, b in ((first[0], first[-1]), (second[0], second[-1]))]
+rule = [
+    ((a + 1) // 4, b // 4 + 1 - (a + 1) // 4) for a, b in ((first[0], first[-1]), (second[0], second[-1]))
+]
 lesson.predict("(full, partial) blocks of the two tiles", rule, "(a + 1) // 4 full, up to b // 4 partial")
 lesson.measure("(full, partial) blocks of the two tiles", seen)
 lesson.cells(
@@ -184,7 +192,9 @@ lesson.cells(
     picture,
     legend={"cached": "F: full, read whole", "decode": "P: partial, masked inside"},
 )
-lesson.check(decode_blocks == tables["R1"], "a decoding request reads exactly the blocks of its own block table")
+lesson.check(
+    decode_blocks == tables["R1"], "a decoding request reads exactly the blocks of its own block table"
+)
 
 # %% [markdown]
 # ## Exercises
@@ -192,7 +202,8 @@ lesson.check(decode_blocks == tables["R1"], "a decoding request reads exactly th
 
 # %%
 @lesson.exercise(
-    "Smaller blocks waste less. What speaks for larger ones? Count table entries for 64 users of 1,000 tokens."
+    "Smaller blocks waste less. What speaks for larger ones? Count table entries for 64 users of 1,000 "
+    "tokens."
 )
 def block_sizes() -> str:
     found = {}
@@ -200,7 +211,10 @@ def block_sizes() -> str:
         blocks = 64 * -(-1000 // size)
         found[size] = (blocks, blocks * size - 64 * 1000)
     assert found[1][1] == 0 and found[1][0] == 64_000
-    return f"block size: (table entries, wasted cache slots): {found}; large blocks also read memory in long runs"
+    return (
+        f"block size: (table entries, wasted cache slots): {found}; large blocks also read memory in long "
+        "runs"
+    )
 
 
 @lesson.exercise("What does allocate_slots do when there is no room? Check that it leaves no trace.")
@@ -210,7 +224,9 @@ def no_trace() -> str:
     assert manager.allocate_slots(newcomer, 60, 0, manager.get_computed_blocks(newcomer)[0]) is None
     assert manager.pools[0].num_free_blocks == before
     manager.check_integrity(names.values())
-    return f"it returns None, {before} blocks stay free, and the integrity check passes: the scheduler can retry"
+    return (
+        f"it returns None, {before} blocks stay free, and the integrity check passes: the scheduler can retry"
+    )
 
 
 lesson.passed(

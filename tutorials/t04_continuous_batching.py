@@ -1,14 +1,15 @@
-"""04 · Continuous batching: a batch is as slow as its longest answer, unless requests that are done leave at once.
+"""04 · Continuous batching: a batch is as slow as its longest answer,
+unless requests that are done leave at once.
 
-A step reads all weights, whether it writes a token for one request or for sixteen; batching is nearly free. The
-question is which requests are in the batch. Orca (Yu et al. 2022) answered it anew in every step.
+A step reads all weights, whether it writes a token for one request or for sixteen; batching is nearly free.
+The question is which requests are in the batch. Orca (Yu et al. 2022) answered it anew in every step.
 """
 
 # %% [markdown]
 # ## Static batching, the control
-# Sixteen requests, four batch slots, answers of 2 to 20 tokens. A static batch takes four, and takes the next four when
-# all of them are done. The engine's scheduler can be made to work like that, by not telling it of the others in the
-# meantime.
+# Sixteen requests, four batch slots, answers of 2 to 20 tokens. A static batch takes four, and takes the next
+# four when all of them are done. The engine's scheduler can be made to work like that, by not telling it of
+# the others in the meantime.
 
 # %%
 from __future__ import annotations
@@ -31,7 +32,9 @@ answers = [draw.randint(2, 20) for _ in range(16)]
 
 def scheduler() -> Scheduler:
     config = SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=512, max_model_len=512)
-    return Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks=129, block_size=16)], max_model_len=512))
+    return Scheduler(
+        config, KVCacheManager([FullAttentionManager(num_blocks=129, block_size=16)], max_model_len=512)
+    )
 
 
 def arrivals(lengths: list[int], first: int = 0) -> list[Arrival]:
@@ -51,12 +54,14 @@ def continuous_batching(lengths: list[int]) -> list[TraceStep]:
 
 # %% [markdown]
 # ## Predict
-# Static: every batch of four takes as many steps as its longest answer. Continuous: the next request takes the batch
-# slot that becomes free first, like customers at four counters.
+# Static: every batch of four takes as many steps as its longest answer. Continuous: the next request takes
+# the batch slot that becomes free first, like customers at four counters.
 
 # %%
 lesson.heading(f"16 answers of {min(answers)} to {max(answers)} tokens, {SLOTS} slots")
-lesson.predict("steps, static", sum(max(answers[i : i + 4]) for i in range(0, 16, 4)), "the longest of each four")
+lesson.predict(
+    "steps, static", sum(max(answers[i : i + 4]) for i in range(0, 16, 4)), "the longest of each four"
+)
 free_at = [0] * SLOTS
 for length in answers:
     heapq.heapreplace(free_at, free_at[0] + length)
@@ -68,8 +73,9 @@ lesson.measure("steps, continuous", len(continuous))
 
 # %% [markdown]
 # ## The picture
-# A row is a batch slot, a column a step, a letter a request, and a grey cell is a place in the batch that was paid for
-# and not used. The lower picture has the same coloured cells: the work is the same, only the holes are gone.
+# A row is a batch slot, a column a step, a letter a request, and a grey cell is a place in the batch that was
+# paid for and not used. The lower picture has the same coloured cells: the work is the same, only the holes
+# are gone.
 
 
 # %%
@@ -115,8 +121,8 @@ lesson.bars(
 # %% [markdown]
 # ## The surprise: one long answer
 # Averages hide it. Let fifteen people want 4 tokens, and one of them 100. How much slower does that one
-# request make the others? In a static batch three neighbours are done 96 steps before their places are free, and all
-# requests behind them wait as well.
+# request make the others? In a static batch three neighbours are done 96 steps before their places are free,
+# and all requests behind them wait as well.
 
 # %%
 lesson.heading("Fifteen short answers and a long one")
@@ -133,7 +139,9 @@ def mean_wait(steps: list[TraceStep]) -> float:
 lesson.predict(
     "mean steps of a short answer, static", (3 * 4 + 4 * (104 + 108 + 112)) / 15, "groups after the long one"
 )
-lesson.predict("mean steps of a short answer, continuous", 3 * (4 + 8 + 12 + 16 + 20) / 15, "three slots, five rounds")
+lesson.predict(
+    "mean steps of a short answer, continuous", 3 * (4 + 8 + 12 + 16 + 20) / 15, "three slots, five rounds"
+)
 lesson.measure("mean steps of a short answer, static", mean_wait(static_batching(one_long)))
 lesson.measure("mean steps of a short answer, continuous", mean_wait(continuous_batching(one_long)))
 
@@ -142,22 +150,30 @@ lesson.measure("mean steps of a short answer, continuous", mean_wait(continuous_
 
 
 # %%
-@lesson.exercise("Serve the longest answers first. How close do the four counters come to the bound total / slots?")
+@lesson.exercise(
+    "Serve the longest answers first. How close do the four counters come to the bound total / slots?"
+)
 def longest_first() -> str:
     steps = len(continuous_batching(sorted(answers, reverse=True)))
     bound = -(-sum(answers) // SLOTS)
     assert bound <= steps <= len(continuous)
-    return f"{steps} steps, {bound} are the least possible; but the length of an answer is not known in advance"
+    return (
+        f"{steps} steps, {bound} are the least possible; but the length of an answer is not known in advance"
+    )
 
 
 @lesson.exercise("Sort the requests for static batching too. How many of the lost steps come back?")
 def sorted_static() -> str:
     steps = len(static_batching(sorted(answers)))
     assert steps < len(static)
-    return f"{steps} steps instead of {len(static)}, continuous takes {len(continuous)} without knowing anything"
+    return (
+        f"{steps} steps instead of {len(static)}, continuous takes {len(continuous)} without knowing anything"
+    )
 
 
-@lesson.exercise("Is there a workload for which static batching is as good? Find one, and say why it does not occur.")
+@lesson.exercise(
+    "Is there a workload for which static batching is as good? Find one, and say why it does not occur."
+)
 def equal_lengths() -> str:
     same = [20] * 16
     assert len(static_batching(same)) == len(continuous_batching(same)) == 80

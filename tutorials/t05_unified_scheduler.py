@@ -1,15 +1,16 @@
-"""05 · The unified scheduler: there is no prefill and no decode, only requests that catch up with their tokens.
+"""05 · The unified scheduler: there is no prefill and no decode,
+only requests that catch up with their tokens.
 
-Older engines had a phase for prompts and a phase for answers, and a bug for every way the two could meet. vLLM V1 asks
-one question per step: how many more tokens do we compute, for whom? The answer is a dictionary.
+Older engines had a phase for prompts and a phase for answers, and a bug for every way the two could meet.
+vLLM V1 asks one question per step: how many more tokens do we compute, for whom? The answer is a dictionary.
 """
 
 # %% [markdown]
 # ## The figure of the articles
 # A budget of 10 tokens per step, three prompts of 3, 5 and 12 tokens. ``trace.simulated_steps`` runs the real
 # ``Scheduler`` and ``KVCacheManager`` against a worker without a model. Running requests are served first, in
-# order; then waiting ones, while budget is left. So the first step takes R1 and R2 whole, and what is left of the
-# budget goes to R3:
+# order; then waiting ones, while budget is left.
+# So the first step takes R1 and R2 whole, and what is left of the budget goes to R3:
 
 # %%
 from __future__ import annotations
@@ -52,13 +53,15 @@ lesson.cells("t05_figure", "The articles' figure", heat_strip(steps, 3))
 
 # %% [markdown]
 # ## The whole idea in one function
-# If the rule is that simple, it can be written down from memory. Here it is, for a cache that never fills up. The
-# engine's ``Scheduler`` is longer because of everything else: memory, preemption, prefix hits, drafts, aborts, steps in
-# flight. How much longer is counted below.
+# If the rule is that simple, it can be written down from memory. Here it is, for a cache that never fills up.
+# The engine's ``Scheduler`` is longer because of everything else: memory, preemption, prefix hits, drafts,
+# aborts, steps in flight. How much longer is counted below.
 
 
 # %%
-def predicted_steps(budget: int, prompts: list[int], max_tokens: int, max_num_seqs: int) -> list[dict[str, int]]:
+def predicted_steps(
+    budget: int, prompts: list[int], max_tokens: int, max_num_seqs: int
+) -> list[dict[str, int]]:
     lacking = {f"R{i}": tokens for i, tokens in enumerate(prompts, 1)}  # known tokens that are not computed
     written = dict.fromkeys(lacking, 0)
     running: list[str] = []
@@ -109,19 +112,23 @@ lesson.check(measured == predicted, "every one of those dictionaries is the same
 # %% [markdown]
 # ## When memory runs out: preemption
 # Four blocks of 4 tokens are 16 tokens, for three prompts of 4 that want to grow to 4 + 8. One has to go. To
-# *preempt* a request is to take all its blocks: the request that came last loses them, and waits at the front of the
-# queue. Its answer so far is not lost. These tokens are *known*, and are computed again later as if they were a prompt.
-# To the scheduler it is a request that lacks more tokens than before.
+# *preempt* a request is to take all its blocks: the request that came last loses them, and waits at the front
+# of the queue. Its answer so far is not lost. These tokens are *known*, and are computed again later as if
+# they were a prompt. To the scheduler it is a request that lacks more tokens than before.
 
 # %%
 lesson.heading("Preemption")
 lesson.predict(
-    "first preemption (step, who)", (1, ["R3"]), "after step 0 three blocks are full, one is left, R1 takes it"
+    "first preemption (step, who)",
+    (1, ["R3"]),
+    "after step 0 three blocks are full, one is left, R1 takes it",
 )
 crowded = Workload(budget=16, prompt_lens=[4, 4, 4], max_tokens=8, block_size=4, num_blocks=5)
 steps = list(simulated_steps(crowded))
 lesson.cells("t05_preemption", "Four blocks for three requests (x: preempted)", heat_strip(steps, 3))
-lesson.measure("first preemption (step, who)", next((s.step, s.preempted[-1:]) for s in steps if "R3" in s.preempted))
+lesson.measure(
+    "first preemption (step, who)", next((s.step, s.preempted[-1:]) for s in steps if "R3" in s.preempted)
+)
 lesson.check(
     all(
         not s.preempted or set(s.num_scheduled_tokens) <= set(steps[i - 1].num_scheduled_tokens)
@@ -132,9 +139,10 @@ lesson.check(
 
 # %% [markdown]
 # ## The surprise: urgent is not first
-# With ``policy="priority"`` the waiting queue and the choice of the victim follow the priority. R3 arrives late, but is
-# urgent. It preempts no other request to get in: admission only takes what is free. But when the blocks run out later,
-# the request to go is not the last one, as before, but the least important one, wherever it stands in the queue.
+# With ``policy="priority"`` the waiting queue and the choice of the victim follow the priority. R3 arrives
+# late, but is urgent. It preempts no other request to get in: admission only takes what is free. But when the
+# blocks run out later, the request to go is not the last one, as before, but the least important one,
+# wherever it stands in the queue.
 
 # %%
 lesson.heading("Priority")
@@ -152,7 +160,9 @@ fair = list(simulated_steps(Workload(**late)))
 urgent = list(simulated_steps(Workload(**late, policy="priority", priorities=[1, 2, 0])))
 lesson.cells("t05_fcfs", "First come, first served", heat_strip(fair, 3))
 lesson.cells("t05_priority", "R3 is urgent (priority 0), R2 is not (2)", heat_strip(urgent, 3))
-lesson.measure("who is preempted, first come first served", {name for step in fair for name in step.preempted})
+lesson.measure(
+    "who is preempted, first come first served", {name for step in fair for name in step.preempted}
+)
 lesson.measure("who is preempted, by priority", {name for step in urgent for name in step.preempted})
 
 
@@ -163,7 +173,8 @@ def finished_at(steps: list[TraceStep], name: str) -> int:
 lesson.say(f"  R3 is done in step {finished_at(urgent, 'R3')} instead of {finished_at(fair, 'R3')},")
 lesson.say(f"  R2 in step {finished_at(urgent, 'R2')} instead of {finished_at(fair, 'R2')}")
 lesson.check(
-    all("R3" not in step.num_scheduled_tokens for step in urgent[:2]) and "R3" in urgent[2].num_scheduled_tokens,
+    all("R3" not in step.num_scheduled_tokens for step in urgent[:2])
+    and "R3" in urgent[2].num_scheduled_tokens,
     "R3 got in as soon as it came, since a block was free",
 )
 
@@ -179,12 +190,14 @@ def threshold() -> str:
     capped = list(simulated_steps(Workload(budget=10, prompt_lens=[3, 5, 12], max_tokens=4, threshold=4)))
     assert max(max(step.num_scheduled_tokens.values()) for step in capped) == 4
     return (
-        f"done in steps {[finished_at(capped, f'R{i}') for i in (1, 2, 3)]}, no request computes more than 4 in a step"
+        f"done in steps {[finished_at(capped, f'R{i}') for i in (1, 2, 3)]}, no request computes more than 4 "
+        "in a step"
     )
 
 
 @lesson.exercise(
-    "How many blocks does the preemption example need so that no request is ever preempted? Find the smallest number."
+    "How many blocks does the preemption example need so that no request is ever preempted? Find the "
+    "smallest number."
 )
 def enough_blocks() -> str:
     for blocks in range(5, 20):
@@ -194,7 +207,10 @@ def enough_blocks() -> str:
         if not any(step.preempted for step in steps):
             break
     assert blocks == 10, "3 requests x ceil((4 + 8 - 1) / 4) blocks, and the null block"
-    return f"{blocks}: three requests of 11 tokens are 9 blocks (the last token is never stored), and the null block"
+    return (
+        f"{blocks}: three requests of 11 tokens are 9 blocks (the last token is never stored), and the null "
+        "block"
+    )
 
 
 lesson.passed(

@@ -1,14 +1,16 @@
 """08 · The persistent batch: what a step sends is what changed, however long the conversations are.
 
-A GPU is expensive while it waits. If the CPU rebuilds the input of every step from scratch, the GPU is idle meanwhile,
-and the more so the longer the sequences. So the worker remembers, and the scheduler only sends differences.
+A GPU is expensive while it waits. If the CPU rebuilds the input of every step from scratch, the GPU is idle
+meanwhile, and the more so the longer the sequences. So the worker remembers, and the scheduler only sends
+differences.
 """
 
 # %% [markdown]
 # ## Two borders
-# A step crosses two: from the scheduler to the worker, as a message, and from the host to the device, as copies. Both
-# can be counted without a GPU. The message is msgpack: take its length. For the copies ``PersistentBatch`` is built on
-# PyTorch's ``meta`` device, which has no memory at all, and every copy that leaves for it is weighed.
+# A step crosses two: from the scheduler to the worker, as a message, and from the host to the device, as
+# copies. Both can be counted without a GPU. The message is msgpack: take its length. For the copies
+# ``PersistentBatch`` is built on PyTorch's ``meta`` device, which has no memory at all, and every copy that
+# leaves for it is weighed.
 
 # %%
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Scales(TorchDispatchMode):
 
 
 class Worker:
-    """A scheduler and a persistent batch without a model between them: every request gets a token per step."""
+    """A scheduler and a persistent batch without a model between them:
+    every request gets a token per step."""
 
     def __init__(self, num_requests: int, prompt_len: int) -> None:
         blocks = num_requests * MAX_LEN // BLOCK + 1
@@ -77,8 +80,9 @@ class Worker:
 
 # %% [markdown]
 # ## Predict
-# When no request needs a new block, a decode step sends one token per request: its id, 4 bytes, and its place, 8 bytes.
-# When a block is full, each request also sends the block's id (again 4 + 8) and which positions it holds (16 of them).
+# When no request needs a new block, a decode step sends one token per request: its id, 4 bytes, and its
+# place, 8 bytes. When a block is full, each request also sends the block's id (again 4 + 8) and which
+# positions it holds (16 of them).
 
 # %%
 lesson.heading("32 requests decode")
@@ -86,23 +90,27 @@ USERS = 32
 worker = Worker(USERS, prompt_len=64)
 first_message, first_bytes = worker.step()
 lesson.say(
-    f"  the first step brings everything: a message of {first_message:,} bytes, {first_bytes:,} bytes to the device"
+    f"  the first step brings everything: a message of {first_message:,} bytes, {first_bytes:,} bytes to the "
+    "device"
 )
 lesson.predict(
-    "bytes to the device, new block", USERS * (12 + 12 + 12 * BLOCK), "token, block id, 16 positions, each 4 + 8"
+    "bytes to the device, new block",
+    USERS * (12 + 12 + 12 * BLOCK),
+    "token, block id, 16 positions, each 4 + 8",
 )
 lesson.predict("bytes to the device, same block", USERS * 12, "one token each, 4 + 8")
 with_block, same_block = worker.step(), worker.step()
 lesson.measure("bytes to the device, new block", with_block[1])
 lesson.measure("bytes to the device, same block", same_block[1])
 lesson.say(
-    f"  the scheduler's messages: {with_block[0]} and {same_block[0]} bytes; rebuilding: {worker.rebuilt():,} bytes"
+    f"  the scheduler's messages: {with_block[0]} and {same_block[0]} bytes; rebuilding: "
+    f"{worker.rebuilt():,} bytes"
 )
 
 # %% [markdown]
 # ## The surprise: length does not matter
-# Thirty times the context, the same bytes, at both borders. The control, which rebuilds, grows with every token of the
-# conversations.
+# Thirty times the context, the same bytes, at both borders.
+# The control, which rebuilds, grows with every token of the conversations.
 
 # %%
 lesson.heading("The same step at any length")
@@ -131,15 +139,18 @@ lesson.say(f"  at 3,072 tokens: {rebuilt[-1] / persistent[-1]:,.0f} times less")
 
 # %% [markdown]
 # ## Stable slots
-# A request keeps its row, its *batch slot*, for as long as it runs. When a request leaves, nothing is moved up to close
-# the gap; a step gathers the rows it needs. So leaving costs nothing at all, and a new request takes the slot over.
+# A request keeps its row, its *batch slot*, for as long as it runs. When a request leaves, nothing is moved
+# up to close the gap; a step gathers the rows it needs. So leaving costs nothing at all, and a new request
+# takes the slot over.
 
 # %%
 lesson.heading("One request leaves, another one comes")
 worker = Worker(4, prompt_len=64)
 worker.step()
 slots = {name: request.slot for name, request in worker.batch.requests.items()}
-lesson.predict("slots after R01 left and R99 came", {**slots, "R99": slots["R01"]} | {"R01": -1}, "only R99 moves in")
+lesson.predict(
+    "slots after R01 left and R99 came", {**slots, "R99": slots["R01"]} | {"R01": -1}, "only R99 moves in"
+)
 worker.scheduler.abort_requests(["R01"])
 worker.scheduler.add_request(Arrival("R99", 64, 1000).request())
 worker.step()
@@ -164,7 +175,8 @@ lesson.cells(
 
 # %%
 @lesson.exercise(
-    "A preempted request comes back. What does the scheduler send of its tokens, and what does the worker copy?"
+    "A preempted request comes back. What does the scheduler send of its tokens, and what does the worker "
+    "copy?"
 )
 def resumed() -> str:
     worker = Worker(1, prompt_len=64)
@@ -177,12 +189,14 @@ def resumed() -> str:
     message, sent = worker.step()
     assert message < first_message and sent > 12 * 84
     return (
-        f"a message of {message} bytes without any token, since the worker remembers them; {sent:,} bytes to the device"
+        f"a message of {message} bytes without any token, since the worker remembers them; {sent:,} bytes to "
+        "the device"
     )
 
 
 @lesson.exercise(
-    "From how many tokens per request on is rebuilding worse than the persistent batch at its worst (a new block)?"
+    "From how many tokens per request on is rebuilding worse than the persistent batch at its worst (a new "
+    "block)?"
 )
 def crossover() -> str:
     worst = 12 + 12 + 12 * BLOCK

@@ -1,14 +1,15 @@
 """09 · Sampling: from a row of logits to one token, the same one whatever else is in the batch.
 
-The model ends with a number for every token of the vocabulary. Which token to take is a matter of taste (temperature,
-top-p), of rules (a grammar), and of chance. Chance is the hardest part: it must be random, and the same every time.
+The model ends with a number for every token of the vocabulary. Which token to take is a matter of taste
+(temperature, top-p), of rules (a grammar), and of chance. Chance is the hardest part: it must be random, and
+the same every time.
 """
 
 # %% [markdown]
 # ## A vocabulary of eight
-# The engine's ``Sampler`` knows requests by their batch slot. Here a few get their parameters by hand, and a vocabulary
-# of eight tokens is small enough to see everything. Several rows may share one slot; their *position* in the sequence
-# tells them apart, so 20,000 rows with positions 0, 1, 2, … are 20,000 draws.
+# The engine's ``Sampler`` knows requests by their batch slot. Here a few get their parameters by hand, and a
+# vocabulary of eight tokens is small enough to see everything. Several rows may share one slot; their
+# *position* in the sequence tells them apart, so 20,000 rows with positions 0, 1, 2, … are 20,000 draws.
 
 # %%
 from __future__ import annotations
@@ -55,8 +56,8 @@ def draw(count: int = DRAWS, logits: Tensor = LOGITS, **params: Any) -> list[int
 
 # %% [markdown]
 # ## Temperature
-# Dividing the logits by T and taking the softmax gives the probabilities. 20,000 draws come close to them, by about one
-# standard deviation, sqrt(p(1 - p) / 20000) < 0.0036.
+# Dividing the logits by T and taking the softmax gives the probabilities. 20,000 draws come close to them, by
+# about one standard deviation, sqrt(p(1 - p) / 20000) < 0.0036.
 
 # %%
 lesson.heading("Temperature")
@@ -69,15 +70,20 @@ for temperature in (0.5, 1.0, 2.0):
 exact = torch.softmax(LOGITS.double(), dim=-1) * DRAWS
 counts = np.bincount(draw(temperature=1.0, seed=1), minlength=8)
 chi_square = float(((torch.from_numpy(counts) - exact) ** 2 / exact).sum())
-lesson.check(chi_square < 24.3, f"all eight shares: chi² = {chi_square:.1f}, below 24.3 in 999 of 1,000 fair trials")
+lesson.check(
+    chi_square < 24.3, f"all eight shares: chi² = {chi_square:.1f}, below 24.3 in 999 of 1,000 fair trials"
+)
 lesson.bars(
-    "t09_temperature", "Shares of 20,000 draws at T = 1", {f"token {i}": n / 200 for i, n in enumerate(counts)}, "%"
+    "t09_temperature",
+    "Shares of 20,000 draws at T = 1",
+    {f"token {i}": n / 200 for i, n in enumerate(counts)},
+    "%",
 )
 
 # %% [markdown]
 # ## The order of the stages
-# top-p keeps the likeliest tokens until they have 80 % of the mass. But the mass of what? Temperature comes first, so
-# the same top-p lets more tokens live when it is hot. Count how many different tokens ever appear.
+# top-p keeps the likeliest tokens until they have 80 % of the mass. But the mass of what? Temperature comes
+# first, so the same top-p lets more tokens live when it is hot. Count how many different tokens ever appear.
 
 # %%
 lesson.heading("How many tokens survive top_p = 0.8")
@@ -97,10 +103,11 @@ lesson.measure("different tokens", [len(set(draw(temperature=t, top_p=0.8))) for
 
 # %% [markdown]
 # ## Chance without state
-# A random number generator has a state, and a batch shares it: add a request, and the random numbers of all others
-# change. Preempt one, and its answer changes. The engine has no generator. The noise for a token is a *hash* of the
-# request's seed, the position and the token id; the token with the largest logit + noise wins (Gumbel-max), which is
-# exactly a draw from the softmax. The control draws with ``torch.multinomial``, as one would.
+# A random number generator has a state, and a batch shares it: add a request, and the random numbers of all
+# others change. Preempt one, and its answer changes. The engine has no generator. The noise for a token is a
+# *hash* of the request's seed, the position and the token id; the token with the largest logit + noise wins
+# (Gumbel-max), which is exactly a draw from the softmax. The control draws with ``torch.multinomial``, as one
+# would.
 
 # %%
 lesson.heading("The same request, alone and in company")
@@ -111,17 +118,22 @@ for slot in range(ROWS):
 rows, positions = LOGITS.expand(ROWS, -1).contiguous(), np.arange(ROWS) + 100
 sampler = Sampler(state)
 together = sampler(rows, np.arange(ROWS), positions).token_ids
-alone = torch.cat([sampler(rows[i : i + 1], np.array([i]), positions[i : i + 1]).token_ids for i in range(ROWS)])
+alone = torch.cat(
+    [sampler(rows[i : i + 1], np.array([i]), positions[i : i + 1]).token_ids for i in range(ROWS)]
+)
 backwards = sampler(rows, np.arange(ROWS)[::-1].copy(), positions[::-1].copy()).token_ids.flip(0)
 lesson.predict("tokens that change in other company", [0, 0], "alone, and with the batch turned round")
-lesson.measure("tokens that change in other company", [int((together != other).sum()) for other in (alone, backwards)])
+lesson.measure(
+    "tokens that change in other company", [int((together != other).sum()) for other in (alone, backwards)]
+)
 probabilities = torch.softmax(rows / 1.5, dim=-1)
 generator = torch.Generator().manual_seed(0)
 control = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 generator.manual_seed(0)
 shifted = torch.multinomial(probabilities[1:], 1, generator=generator)[:, 0]
 lesson.say(
-    f"  control: when the first of 64 leaves, {int((control[1:] != shifted).sum())} of 63 others get another token"
+    f"  control: when the first of 64 leaves, {int((control[1:] != shifted).sum())} of 63 others get another "
+    "token"
 )
 
 prompts = [{"prompt_token_ids": [n + 1, 2 * n + 3, 77]} for n in range(6)]
@@ -133,13 +145,14 @@ with LLM(**engine_arguments(num_gpu_blocks_override=5, max_model_len=64)) as llm
     squeezed = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     preemptions = llm.get_metrics().num_preemptions
 lesson.check(
-    company == solo == squeezed and preemptions > 0, f"in the engine too: alone, together, {preemptions} preemptions"
+    company == solo == squeezed and preemptions > 0,
+    f"in the engine too: alone, together, {preemptions} preemptions",
 )
 
 # %% [markdown]
 # ## Log-probabilities
-# They are taken from the raw logits, before temperature and truncation: what the model thinks, not what we made of it.
-# So they do not move when the temperature does.
+# They are taken from the raw logits, before temperature and truncation: what the model thinks, not what we
+# made of it. So they do not move when the temperature does.
 
 # %%
 lesson.heading("Log-probabilities")
@@ -148,26 +161,33 @@ enter(state, 0, temperature=0.2, logprobs=3)
 enter(state, 1, temperature=5.0, top_p=0.5, logprobs=3)
 entries = Sampler(state)(LOGITS.expand(2, -1).contiguous(), np.array([0, 1]), np.array([1, 1])).logprobs
 raw = torch.log_softmax(LOGITS, dim=-1)
-lesson.predict("three likeliest, rounded", [round(float(x), 4) for x in raw[:3]], "log_softmax of the raw logits")
+lesson.predict(
+    "three likeliest, rounded", [round(float(x), 4) for x in raw[:3]], "log_softmax of the raw logits"
+)
 assert entries[0] is not None and entries[1] is not None
 lesson.measure("three likeliest, rounded", [round(x, 4) for x in entries[0].logprobs[1:]])
-lesson.check(entries[0].logprobs[1:] == entries[1].logprobs[1:], "the same at T = 0.2 and at T = 5 with top-p")
+lesson.check(
+    entries[0].logprobs[1:] == entries[1].logprobs[1:], "the same at T = 0.2 and at T = 5 with top-p"
+)
 
 # %% [markdown]
 # ## Grammar masks, and the surprise
-# A grammar forbids tokens: their logits become minus infinity, and what remains is scaled up. That is a stage of the
-# sampler like any other (``PositionMask``; the engine's own masks come from llguidance, see ``structured_output/``).
-# Let the rule be "AB or CD", and let the model like A first (90 %), but hate B after it (1 %); after C it is nearly
-# sure of D (99 %). What will a masked model write?
+# A grammar forbids tokens: their logits become minus infinity, and what remains is scaled up. That is a stage
+# of the sampler like any other (``PositionMask``; the engine's own masks come from llguidance, see
+# ``structured_output/``). Let the rule be "AB or CD", and let the model like A first (90 %), but hate B after
+# it (1 %); after C it is nearly sure of D (99 %). What will a masked model write?
 #
-# Asking until an answer fits gives P(AB) = 0.9 · 0.01 / (0.9 · 0.01 + 0.1 · 0.99) = 8 %. A mask does not ask again.
-# When A is written there is no way back, and B is forced, however unlikely: P(AB) = 90 %.
+# Asking until an answer fits gives P(AB) = 0.9 · 0.01 / (0.9 · 0.01 + 0.1 · 0.99) = 8 %. A mask does not ask
+# again. When A is written there is no way back, and B is forced, however unlikely: P(AB) = 90 %.
 
 # %%
 lesson.heading("AB or CD")
 A, B, C, D = range(4)
 START = torch.log(torch.tensor([0.9, 0.0001, 0.1, 0.0001]))
-AFTER = {A: torch.log(torch.tensor([0.33, 0.01, 0.33, 0.33])), C: torch.log(torch.tensor([0.003, 0.003, 0.004, 0.99]))}
+AFTER = {
+    A: torch.log(torch.tensor([0.33, 0.01, 0.33, 0.33])),
+    C: torch.log(torch.tensor([0.003, 0.003, 0.004, 0.99])),
+}
 ALLOWED = {None: [A, C], A: [B], C: [D]}
 
 
@@ -194,7 +214,9 @@ def write(num_strings: int, masked: bool) -> list[str]:
         enter(state, slot, seed=slot, temperature=1.0)
     sampler = Sampler(state, masks=[grammar] if masked else [])
     slots = np.arange(num_strings)
-    first = sampler(START.expand(num_strings, -1).contiguous(), slots, np.full(num_strings, 1)).token_ids.tolist()
+    first = sampler(
+        START.expand(num_strings, -1).contiguous(), slots, np.full(num_strings, 1)
+    ).token_ids.tolist()
     grammar.written = list(first)
     after = torch.stack([AFTER.get(token, torch.zeros(4)) for token in first])
     second = sampler(after, slots, np.full(num_strings, 2)).token_ids.tolist()
@@ -209,7 +231,10 @@ lesson.predict("P(AB), asked again until it fits", 0.009 / (0.009 + 0.099), "Bay
 lesson.measure("strings that break the rule, masked", sum(text not in ("AB", "CD") for text in masked))
 lesson.measure("P(AB), masked", masked.count("AB") / len(masked), within=0.02)
 lesson.measure("P(AB), asked again until it fits", fitting.count("AB") / len(fitting), within=0.1)
-shares = {"masked": 100 * masked.count("AB") / len(masked), "asked again": 100 * fitting.count("AB") / len(fitting)}
+shares = {
+    "masked": 100 * masked.count("AB") / len(masked),
+    "asked again": 100 * fitting.count("AB") / len(fitting),
+}
 lesson.bars("t09_grammar", "How often AB is written", shares, "%")
 
 # %% [markdown]
@@ -217,12 +242,17 @@ lesson.bars("t09_grammar", "How often AB is written", shares, "%")
 
 
 # %%
-@lesson.exercise("top_k = 3 and top_p = 0.5 together at T = 1: how many tokens survive? (top-p sees what top-k left.)")
+@lesson.exercise(
+    "top_k = 3 and top_p = 0.5 together at T = 1: how many tokens survive? (top-p sees what top-k left.)"
+)
 def both() -> str:
     probabilities = torch.softmax(LOGITS.double()[:3], dim=-1)
     expected = int((probabilities.cumsum(-1) - probabilities < 0.5).sum())
     assert len(set(draw(temperature=1.0, top_k=3, top_p=0.5))) == expected
-    return f"{expected}: the likeliest of three has {float(probabilities[0]):.0%} of their mass, which is enough alone"
+    return (
+        f"{expected}: the likeliest of three has {float(probabilities[0]):.0%} of their mass, which is "
+        "enough alone"
+    )
 
 
 @lesson.exercise(
@@ -237,13 +267,18 @@ def min_p() -> str:
     return f"tokens kept: {kept}; the hopeless one (logit -6) never, since it stays below a tenth of the best"
 
 
-@lesson.exercise("Draw the same position twice, and with another seed. How often do two seeds agree by chance?")
+@lesson.exercise(
+    "Draw the same position twice, and with another seed. How often do two seeds agree by chance?"
+)
 def seeds() -> str:
     first, again, other = (draw(2000, temperature=1.0, seed=seed) for seed in (1, 1, 2))
     agree = sum(a == b for a, b in zip(first, other)) / 2000
     chance = float((torch.softmax(LOGITS, dim=-1) ** 2).sum())
     assert first == again and abs(agree - chance) < 0.04
-    return f"the same seed always; two seeds in {agree:.1%} of the draws, sum of p² = {chance:.1%}: by chance alone"
+    return (
+        f"the same seed always; two seeds in {agree:.1%} of the draws, sum of p² = {chance:.1%}: by chance "
+        "alone"
+    )
 
 
 lesson.passed(

@@ -1,15 +1,17 @@
-"""10 · Compiled regions and graphs: how often a model is compiled, for which reasons, and the cost of a replay.
+"""10 · Compiled regions and graphs:
+how often a model is compiled, for which reasons, and the cost of a replay.
 
-torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every few
-milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast, but how
-*often*.
+torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every
+few milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast,
+but how *often*.
 """
 
 # %% [markdown]
 # ## Counting graphs
-# The engine's ``Decoder`` is cut at attention: a first region, one between every two attentions, and a last one. Each
-# goes through a ``compile_region``; in the engine that is ``RegionCompiler``. Here it is a subclass whose backend
-# counts the graphs that Dynamo hands over and runs them as they are, so that counting takes no seconds.
+# The engine's ``Decoder`` is cut at attention: a first region, one between every two attentions, and a last
+# one. Each goes through a ``compile_region``; in the engine that is ``RegionCompiler``. Here it is a subclass
+# whose backend counts the graphs that Dynamo hands over and runs them as they are, so that counting takes no
+# seconds.
 
 # %%
 from __future__ import annotations
@@ -60,7 +62,9 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
-        return gathered_sdpa_attention(q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale)
+        return gathered_sdpa_attention(
+            q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale
+        )
 
     hidden = decoder.forward(positions, tokens, placed, attend)
     return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens, dtype=torch.int32), tokens)
@@ -68,7 +72,10 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
 
 def graphs_of(num_layers: int, sizes: Sequence[int]) -> int:
     """Graphs of a model of ``num_layers`` layers after steps of these sizes."""
-    decoder, compiler = small_decoder.__wrapped__(num_hidden_layers=num_layers), CountingCompiler(enabled=True)
+    decoder, compiler = (
+        small_decoder.__wrapped__(num_hidden_layers=num_layers),
+        CountingCompiler(enabled=True),
+    )
     build_regions(decoder, compiler)
     for size in sizes:
         run(decoder, size)
@@ -77,8 +84,9 @@ def graphs_of(num_layers: int, sizes: Sequence[int]) -> int:
 
 # %% [markdown]
 # ## Predict
-# Three regions. One "between" serves all layers, since a region is a function of tensors: the weights are arguments,
-# and a layer is nothing else than its weights. And the number of tokens is *dynamic*: declared once, compiled once.
+# Three regions. One "between" serves all layers, since a region is a function of tensors: the weights are
+# arguments, and a layer is nothing else than its weights. And the number of tokens is *dynamic*: declared
+# once, compiled once.
 
 # %%
 lesson.heading("Graphs of a model")
@@ -90,13 +98,15 @@ lesson.measure(f"graphs after steps of {sizes} tokens", graphs_of(4, sizes))
 eager = run(small_decoder(num_hidden_layers=4), 17)
 compiled = small_decoder.__wrapped__(num_hidden_layers=4)
 build_regions(compiled, CountingCompiler(enabled=True))
-lesson.check(torch.allclose(run(compiled, 17), eager, atol=1e-6), "the logits are those of the uncompiled decoder")
+lesson.check(
+    torch.allclose(run(compiled, 17), eager, atol=1e-6), "the logits are those of the uncompiled decoder"
+)
 
 # %% [markdown]
 # ## The surprise: a number is a constant
-# Dynamo burns Python values into the graph and guards them. So one innocent ``self.layer`` read in a layer's code means
-# a graph per layer, and a batch size that was not declared dynamic a graph per size. Both are invisible until a server
-# stutters. Here are the two mistakes and the cures, on a toy.
+# Dynamo burns Python values into the graph and guards them. So one innocent ``self.layer`` read in a layer's
+# code means a graph per layer, and a batch size that was not declared dynamic a graph per size. Both are
+# invisible until a server stutters. Here are the two mistakes and the cures, on a toy.
 
 # %%
 lesson.heading("Two ways to compile too often")
@@ -160,7 +170,9 @@ ways = {
     "10 sizes, declared": (1, for_marked_sizes, takes_tensors),
 }
 lesson.predict(
-    "graphs", {name: expected for name, (expected, _, _) in ways.items()}, "one per value of what is a constant"
+    "graphs",
+    {name: expected for name, (expected, _, _) in ways.items()},
+    "one per value of what is a constant",
 )
 found = {name: count(calls, function) for name, (_, calls, function) in ways.items()}
 lesson.measure("graphs", found)
@@ -168,12 +180,13 @@ lesson.bars("t10_graphs", "Graphs to compile, several seconds each", found, "gra
 
 # %% [markdown]
 # ## Graphs that are replayed
-# Compiled regions are fast on the device, but Python still launches them one by one. A CUDA graph records the launches
-# of a whole step and repeats them with a single call. The engine's ``GraphCapture`` does so through a backend: on a
-# GPU ``CudaGraphs``, here ``RecordedGraphs``, which notes every tensor operation and runs it again on the same tensors.
+# Compiled regions are fast on the device, but Python still launches them one by one. A CUDA graph records the
+# launches of a whole step and repeats them with a single call. The engine's ``GraphCapture`` does so through
+# a backend: on a GPU ``CudaGraphs``, here ``RecordedGraphs``, which notes every tensor operation and runs it
+# again on the same tensors.
 #
-# Two forms, as in vLLM V1. *Full*: one graph from token ids to logits. *Piecewise*: attention, whose shape changes
-# with every prompt, stays outside, between the graphs.
+# Two forms, as in vLLM V1. *Full*: one graph from token ids to logits. *Piecewise*: attention, whose shape
+# changes with every prompt, stays outside, between the graphs.
 
 # %%
 lesson.heading("What is captured")
@@ -194,7 +207,9 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
             def compute() -> None:
                 blocks = torch.tensor([1])
                 o.copy_(
-                    gathered_sdpa_attention(q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale)
+                    gathered_sdpa_attention(
+                        q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale
+                    )
                 )
 
             if breaks_at_attention:
@@ -208,7 +223,9 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
     return capture, logits
 
 
-lesson.predict("graphs of 4 layers, full and piecewise", [1, 5], "piecewise: one more than there are attentions")
+lesson.predict(
+    "graphs of 4 layers, full and piecewise", [1, 5], "piecewise: one more than there are attentions"
+)
 full, full_logits = captured(breaks_at_attention=False)
 piecewise, piecewise_logits = captured(breaks_at_attention=True)
 lesson.measure("graphs of 4 layers, full and piecewise", [full.num_graphs, piecewise.num_graphs])
@@ -219,11 +236,13 @@ with torch.inference_mode():
     piecewise.replay()
 expected = run(decoder, 5)
 for name, logits in (("full", full_logits), ("piecewise", piecewise_logits)):
-    lesson.check(torch.allclose(logits, expected, atol=1e-5), f"a {name} replay computes what is in the buffers now")
+    lesson.check(
+        torch.allclose(logits, expected, atol=1e-5), f"a {name} replay computes what is in the buffers now"
+    )
 
 # %% [markdown]
-# The price: whatever Python computed while recording is frozen, and a tensor that was replaced instead of overwritten
-# is not seen. This is why the engine keeps the inputs of a step in buffers that never move.
+# The price: whatever Python computed while recording is frozen, and a tensor that was replaced instead of
+# overwritten is not seen. This is why the engine keeps the inputs of a step in buffers that never move.
 
 # %%
 x, factor = torch.ones(1), 2.0
@@ -231,16 +250,18 @@ with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
     y = x * factor
 x.fill_(5.0)
 factor = 3.0
-lesson.predict("5 times a factor that Python changed from 2 to 3", 10.0, "the 2 was recorded, the 5 is read anew")
+lesson.predict(
+    "5 times a factor that Python changed from 2 to 3", 10.0, "the 2 was recorded, the 5 is read anew"
+)
 with torch.inference_mode():
     capture.replay()
 lesson.measure("5 times a factor that Python changed from 2 to 3", y.item())
 
 # %% [markdown]
 # ## Padding: the other price
-# A graph has one fixed shape. So 13 decodes run in the graph of the next larger size that was captured, and its empty
-# rows are computed for nothing. Capturing every size wastes none, and takes memory and minutes; powers of two waste up
-# to half. The engine's ``decode_buckets`` are 1, 2, 4, 8, and then every eighth.
+# A graph has one fixed shape. So 13 decodes run in the graph of the next larger size that was captured, and
+# its empty rows are computed for nothing. Capturing every size wastes none, and takes memory and minutes;
+# powers of two waste up to half. The engine's ``decode_buckets`` are 1, 2, 4, 8, and then every eighth.
 
 # %%
 lesson.heading("Padding waste for batches of 1 to 64")
@@ -259,7 +280,9 @@ def padded(batch: int, sizes: list[int]) -> int:
     return size
 
 
-lesson.predict("empty rows over all batches", [formula(sizes) for sizes in buckets.values()], "a triangle per bucket")
+lesson.predict(
+    "empty rows over all batches", [formula(sizes) for sizes in buckets.values()], "a triangle per bucket"
+)
 waste = {name: sum(padded(batch, sizes) - batch for batch in range(1, 65)) for name, sizes in buckets.items()}
 lesson.measure("empty rows over all batches", list(waste.values()))
 rows: dict[str, list[Cell]] = {}
@@ -270,13 +293,15 @@ for name, sizes in buckets.items():
         ("·" if kind == "cached" else "+" if kind == "decode" else "#", kind) for kind in kinds
     ]
 legend = {"cached": "fits", "decode": "less than a quarter empty", "wasted": "a quarter or more"}
-lesson.cells("t10_padding", "Batches of 1 to 64, by captured sizes (how many)", rows, legend=legend, narrow=True)
+lesson.cells(
+    "t10_padding", "Batches of 1 to 64, by captured sizes (how many)", rows, legend=legend, narrow=True
+)
 
 # %% [markdown]
 # ## The engine replays
-# Now the whole engine, with the graphs it would have on a GPU. Five prompts of 59 tokens together are one step, then
-# five requests decode, and end one after the other. Each step takes the smallest of the ``token_buckets`` that holds
-# it.
+# Now the whole engine, with the graphs it would have on a GPU. Five prompts of 59 tokens together are one
+# step, then five requests decode, and end one after the other. Each step takes the smallest of the
+# ``token_buckets`` that holds it.
 
 # %%
 lesson.heading("Five requests in an engine with piecewise graphs")
@@ -286,7 +311,10 @@ params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for
 arguments = engine_arguments(max_num_seqs=16, max_num_batched_tokens=64)
 steps = [sum(lengths), *(sum(count > number for count in answers) for number in range(1, max(answers)))]
 by_bucket = Counter(padded(count, token_buckets(64)) for count in steps)
-empty = {size: sum(size - count for count in steps if padded(count, token_buckets(64)) == size) for size in by_bucket}
+empty = {
+    size: sum(size - count for count in steps if padded(count, token_buckets(64)) == size)
+    for size in by_bucket
+}
 lesson.predict("replays by bucket", dict(sorted(by_bucket.items())), f"steps of {steps} tokens")
 lesson.predict("empty rows by bucket", dict(sorted(empty.items())), "what is left of each bucket")
 
@@ -323,18 +351,30 @@ lesson.cells("t10_replays", "Steps and the graphs they replay", strip, legend=na
 
 
 # %%
-@lesson.exercise("SmolLM3 leaves out the rotary embedding in every fourth layer. How many graphs is such a model?")
+@lesson.exercise(
+    "SmolLM3 leaves out the rotary embedding in every fourth layer. How many graphs is such a model?"
+)
 def two_kinds() -> str:
     from minivllm.checkpoints.hf_config import build_decoder_config
     from tutorials.small_model import SHAPE
 
-    entries = {**SHAPE, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8, "no_rope_layer_interval": 4}
+    entries = {
+        **SHAPE,
+        "architectures": ["SmolLM3ForCausalLM"],
+        "num_hidden_layers": 8,
+        "no_rope_layer_interval": 4,
+    }
     config = build_decoder_config({**entries, "tie_word_embeddings": False}, {}, "this exercise")
     assert len({layer.mixer.rotary for layer in config.layers[1:]}) == 2
-    return "four: first, last, and a between for each of the two kinds of layer; six more layers would change nothing"
+    return (
+        "four: first, last, and a between for each of the two kinds of layer; six more layers would change "
+        "nothing"
+    )
 
 
-@lesson.exercise("Why must a step of a single token be padded to two? Declare a size dynamic and compile it with 1.")
+@lesson.exercise(
+    "Why must a step of a single token be padded to two? Declare a size dynamic and compile it with 1."
+)
 def one_is_special() -> str:
     logging.getLogger("torch._guards").setLevel(logging.CRITICAL)  # the error is expected here
     x = torch.ones(1, 8)
@@ -348,7 +388,8 @@ def one_is_special() -> str:
 
 
 @lesson.exercise(
-    "Which 10 sizes waste least for batches of 1 to 64, if all batches are equally likely? Search, and compare."
+    "Which 10 sizes waste least for batches of 1 to 64, if all batches are equally likely? Search, and "
+    "compare."
 )
 def best_sizes() -> str:
     best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
@@ -371,7 +412,8 @@ def best_sizes() -> str:
 lesson.passed(
     "a model is three graphs between its attentions, whatever its depth and the size of a step",
     "a number read in a layer costs a graph per layer, an undeclared size one per size",
-    "a full graph is one, a piecewise one is a graph more than there are layers; both compute from the buffers of now",
+    "a full graph is one, a piecewise one is a graph more than there are layers; both compute from the "
+    "buffers of now",
     f"empty rows by captured sizes: {waste}",
     f"an engine with graphs answers the same, with {sum(found.values())} empty rows in {len(taken)} steps",
 )

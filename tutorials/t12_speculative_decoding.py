@@ -1,14 +1,16 @@
-"""12 · Speculative decoding: guess several tokens, check them in one step, and lose nothing when a guess is wrong.
+"""12 · Speculative decoding: guess several tokens, check them in one step,
+and lose nothing when a guess is wrong.
 
-Chapter 2 ended with a complaint: a decode step reads all weights to write one token. Checking five tokens reads them
-once as well. So let something cheap guess, and let the model check (Leviathan et al. 2023). To the scheduler of
-chapter 5 that is nothing new: a request with four guesses lacks five tokens.
+Chapter 2 ended with a complaint: a decode step reads all weights to write one token. Checking five tokens
+reads them once as well. So let something cheap guess, and let the model check (Leviathan et al. 2023). To the
+scheduler of chapter 5 that is nothing new: a request with four guesses lacks five tokens.
 """
 
 # %% [markdown]
 # ## A drafter that is as good as we like
-# ``Drafter`` is the seam: it sees the tokens so far and proposes some. This one has read the answer in advance, and
-# forgets it with a given probability, position by position. It is of no use except to see how much a
+# ``Drafter`` is the seam: it sees the tokens so far and proposes some. This one has read the answer in
+# advance, and forgets it with a given probability, position by position. It is of no use except to see how
+# much a
 # drafter is worth.
 
 # %%
@@ -52,7 +54,8 @@ def generate(drafter: Drafter | None, params: SamplingParams) -> tuple[list[int]
     speculative = None
     if drafter is not None:
         register_drafter("oracle", lambda context: drafter)
-        # The engine learns how many guesses pay. Where checking costs nothing it is always K, to be predictable.
+        # The engine learns how many guesses pay.
+        # Where checking costs nothing it is always K, to be predictable.
         speculative = {"method": "oracle", "num_speculative_tokens": K, "verification_cost": 0.0}
     with LLM(**engine_arguments(), speculative_config=speculative) as llm:
         [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
@@ -61,8 +64,9 @@ def generate(drafter: Drafter | None, params: SamplingParams) -> tuple[list[int]
 
 # %% [markdown]
 # ## Predict the steps
-# After the prompt one token is known. Every step checks up to K = 4 guesses. The guesses before the first wrong one are
-# accepted, and one token more is always written: the right one in place of the wrong one, or a bonus behind the last.
+# After the prompt one token is known. Every step checks up to K = 4 guesses. The guesses before the first
+# wrong one are accepted, and one token more is always written: the right one in place of the wrong one, or a
+# bonus behind the last.
 
 
 # %%
@@ -83,7 +87,9 @@ lesson.heading(f"{N} tokens with a drafter of any quality")
 qualities = [1.0, 0.8, 0.5, 0.0]
 wrong = {a: np.random.default_rng(3).random(N + K) >= a for a in qualities}
 lesson.predict("steps without", N, "one token each")
-lesson.predict("steps at quality 1, 0.8, 0.5, 0", [predicted(wrong[a])[0] for a in qualities], "the loop above")
+lesson.predict(
+    "steps at quality 1, 0.8, 0.5, 0", [predicted(wrong[a])[0] for a in qualities], "the loop above"
+)
 runs = {a: generate(Oracle(answer + [0] * K, wrong[a]), greedy) for a in qualities}
 lesson.measure("steps without", alone.num_steps)
 lesson.measure("steps at quality 1, 0.8, 0.5, 0", [runs[a][1].num_steps for a in qualities])
@@ -96,8 +102,8 @@ lesson.bars(
 
 # %% [markdown]
 # ## The histogram
-# How often is the first guess accepted, the second, …? A guess only counts if all before it were right: with quality a,
-# the k-th is accepted with probability a^k. The tokens per step add up to 1 + a + a² + a³ + a⁴.
+# How often is the first guess accepted, the second, …? A guess only counts if all before it were right: with
+# quality a, the k-th is accepted with probability a^k. The tokens per step add up to 1 + a + a² + a³ + a⁴.
 
 # %%
 lesson.heading("Which guesses are accepted, at quality 0.8")
@@ -116,10 +122,10 @@ lesson.curves(
 
 # %% [markdown]
 # ## The surprise: a drafter cannot change the answer
-# Not even one that is always wrong. The answer is the same token by token, because the model itself samples every
-# token; a guess is accepted only if it *is* that token. It holds for random sampling as well: the noise depends on seed
-# and position (chapter 9), not on how many tokens a step checks. What a bad drafter does cost is work, and with it
-# time: the wrong guesses were computed.
+# Not even one that is always wrong. The answer is the same token by token, because the model itself samples
+# every token; a guess is accepted only if it *is* that token. It holds for random sampling as well: the noise
+# depends on seed and position (chapter 9), not on how many tokens a step checks. What a bad drafter does cost
+# is work, and with it time: the wrong guesses were computed.
 
 # %%
 lesson.heading("The same answer, whoever guesses")
@@ -128,17 +134,22 @@ random_params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=N,
 sampled, _ = generate(None, random_params)
 for quality in (0.8, 0.0):
     tokens, _ = generate(Oracle(sampled + [0] * K, wrong[quality]), random_params)
-    lesson.check(tokens == sampled and tokens != answer, f"temperature 1, quality {quality:g}: the same random answer")
+    lesson.check(
+        tokens == sampled and tokens != answer, f"temperature 1, quality {quality:g}: the same random answer"
+    )
 drafted = sum(min(K, N - written - 1) for written in range(1, N))
 lesson.predict(
-    "tokens computed with guesses that are all wrong", len(PROMPT) + N - 1 + drafted, "4 guesses a step for nothing"
+    "tokens computed with guesses that are all wrong",
+    len(PROMPT) + N - 1 + drafted,
+    "4 guesses a step for nothing",
 )
 lesson.measure("tokens computed with guesses that are all wrong", runs[0.0][1].num_computed_tokens)
 
 # %% [markdown]
 # ## A real drafter
-# ``{"method": "ngram"}`` looks up the last tokens in the text so far and proposes what followed them then. It is free,
-# and good where answers repeat: a greedy answer of a small model goes round in circles sooner or later.
+# ``{"method": "ngram"}`` looks up the last tokens in the text so far and proposes what followed them then. It
+# is free, and good where answers repeat: a greedy answer of a small model goes round in circles sooner or
+# later.
 
 # %%
 lesson.heading("Prompt lookup")
@@ -148,7 +159,9 @@ with LLM(**engine_arguments(speculative_config=config)) as llm:
     stats = llm.get_metrics()
 lesson.check(list(output.outputs[0].token_ids) == answer, "the same answer again")
 lesson.check(stats.num_steps + stats.num_accepted_tokens == N, "every accepted guess saves a step")
-lesson.say(f"  {stats.num_steps} steps, {stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses accepted")
+lesson.say(
+    f"  {stats.num_steps} steps, {stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses accepted"
+)
 
 # %% [markdown]
 # ## Exercises
@@ -156,7 +169,8 @@ lesson.say(f"  {stats.num_steps} steps, {stats.num_accepted_tokens} of {stats.nu
 
 # %%
 @lesson.exercise(
-    "If checking a guess costs 5 % of a step, how many guesses pay at quality 0.5, 0.8, 0.95? And in a batch of 32?"
+    "If checking a guess costs 5 % of a step, how many guesses pay at quality 0.5, 0.8, 0.95? And in a batch "
+    "of 32?"
 )
 def how_many() -> str:
     cost = StepCost(verify_fixed=0.0, verify_token=0.05)
@@ -165,12 +179,17 @@ def how_many() -> str:
         return max(range(16), key=lambda k: sum(a**i for i in range(k + 1)) / cost.relative(k, batch))
 
     found = {a: (best(a, 1), best(a, 32)) for a in (0.5, 0.8, 0.95)}
-    assert found[0.5][0] < found[0.8][0] < found[0.95][0] and all(alone > batch for alone, batch in found.values())
-    return f"quality: (alone, batch of 32): {found}; a batch is bound by arithmetic, where guesses are not free"
+    assert found[0.5][0] < found[0.8][0] < found[0.95][0] and all(
+        alone > batch for alone, batch in found.values()
+    )
+    return (
+        f"quality: (alone, batch of 32): {found}; a batch is bound by arithmetic, where guesses are not free"
+    )
 
 
 @lesson.exercise(
-    "Tokens per step cannot exceed 1 / (1 - a), however many guesses. Check it for a = 0.8 with 200 long runs."
+    "Tokens per step cannot exceed 1 / (1 - a), however many guesses. Check it for a = 0.8 with 200 long "
+    "runs."
 )
 def bound() -> str:
     draws = np.random.default_rng(0).random((200, 1000)) < 0.8
@@ -179,7 +198,10 @@ def bound() -> str:
         runs = [next((i for i in range(k) if not row[i]), k) for row in draws]
         rates.append(1 + float(np.mean(runs)))
     assert all(rate < 5.0 * 1.1 for rate in rates)
-    return f"1, 4, 16, 64 guesses: {', '.join(f'{rate:.2f}' for rate in rates)} tokens per step, never much above 5"
+    return (
+        f"1, 4, 16, 64 guesses: {', '.join(f'{rate:.2f}' for rate in rates)} tokens per step, never much "
+        "above 5"
+    )
 
 
 lesson.passed(

@@ -1,8 +1,8 @@
 """14 · Add a model: Gemma joins the table of families, without a line of its forward pass.
 
-The engine has one decoder for all models, and a table of how published families differ from it. Gemma is not in that
-table. Reading its code, it differs from Llama in four ways. This chapter writes all four down as arithmetic on the
-weights.
+The engine has one decoder for all models, and a table of how published families differ from it. Gemma is not
+in that table. Reading its code, it differs from Llama in four ways. This chapter writes all four down as
+arithmetic on the weights.
 """
 
 # %% [markdown]
@@ -10,17 +10,20 @@ weights.
 #
 # ## What is different about Gemma
 # 1. Its norm multiplies by (1 + w) where Llama's multiplies by w.
-# 2. It multiplies the embeddings by s, the square root of the hidden size, but not the head, which shares its weights.
+# 2. It multiplies the embeddings by s, the square root of the hidden size, but not the head,
+#    which shares its weights.
 # 3. Its MLP is gated by a tanh-approximated GELU. The decoder has that one.
 # 4. The head is always tied to the embedding. So are others.
 #
-# The first is a new weight, w' = 1 + w. The second looks like a line of code in the forward pass, and an untied head.
+# The first is a new weight, w' = 1 + w.
+# The second looks like a line of code in the forward pass, and an untied head.
 #
 # ## The surprise: a norm does not see the scale
-# Every sublayer reads the residual stream through an RMS norm, and a norm divides by the length: norm(x / s) = norm(x).
-# So divide the whole stream by s. The embeddings lose their factor, and every sublayer must add 1/s of what it added
-# before: divide the weights of its last projection by s. Nothing else in the model can tell the difference, except the
-# epsilon in the norm, which becomes eps / s², since it is compared with a square.
+# Every sublayer reads the residual stream through an RMS norm, and a norm divides by the length: norm(x / s)
+# = norm(x). So divide the whole stream by s. The embeddings lose their factor, and every sublayer must add
+# 1/s of what it added before: divide the weights of its last projection by s. Nothing else in the model can
+# tell the difference, except the epsilon in the norm, which becomes eps / s², since it is compared with a
+# square.
 
 # %%
 from __future__ import annotations
@@ -66,15 +69,20 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
     gguf_architecture=None,
-    defaults={**SHARED_DEFAULTS, "vocab_size": 256000, "intermediate_size": 24576, "max_position_embeddings": 8192},
+    defaults={
+        **SHARED_DEFAULTS,
+        "vocab_size": 256000,
+        "intermediate_size": 24576,
+        "max_position_embeddings": 8192,
+    },
     rewrite_config=gemma_config,
     rewrite_weight=gemma_weight,
 )
 
 # %% [markdown]
 # ## The judge
-# transformers builds a small Gemma with random weights and computes its logits in float32. It has never heard of this
-# engine.
+# transformers builds a small Gemma with random weights and computes its logits in float32.
+# It has never heard of this engine.
 
 
 # %%
@@ -115,7 +123,8 @@ def judged(model: Any, token_ids: list[int]) -> Tensor:
 
 
 def worst_difference(path: Path, model: Any) -> tuple[float, int]:
-    """Largest difference of a log-probability, over the prompt and 16 generated tokens; and how many were compared."""
+    """Largest difference of a log-probability, over the prompt and 16 generated tokens;
+    and how many were compared."""
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, prompt_logprobs=0, logprobs=0)
     engine = {
         "device": "cpu",
@@ -129,12 +138,15 @@ def worst_difference(path: Path, model: Any) -> tuple[float, int]:
     completion = output.outputs[0]
     token_ids = PROMPT + list(completion.token_ids)
     reference = judged(model, token_ids[:-1])
-    if any(int(row.argmax()) != token for row, token in zip(reference[len(PROMPT) - 1 :], completion.token_ids)):
+    if any(
+        int(row.argmax()) != token for row, token in zip(reference[len(PROMPT) - 1 :], completion.token_ids)
+    ):
         return float("inf"), 0
     assert output.prompt_logprobs is not None and completion.logprobs is not None
     ours = [*output.prompt_logprobs[1:], *completion.logprobs]
     differences = [
-        abs(entry[token].logprob - float(row[token])) for entry, token, row in zip(ours, token_ids[1:], reference)
+        abs(entry[token].logprob - float(row[token]))
+        for entry, token, row in zip(ours, token_ids[1:], reference)
     ]
     return max(differences), len(differences)
 
@@ -154,10 +166,14 @@ lesson.check(refused, "before the row is added, minivllm's decoder refuses the m
 
 lesson.heading("With the row")
 register_family(GEMMA)
-lesson.predict("log-probabilities compared", len(PROMPT) - 1 + 16, "all of the prompt but the first, and 16 new tokens")
+lesson.predict(
+    "log-probabilities compared", len(PROMPT) - 1 + 16, "all of the prompt but the first, and 16 new tokens"
+)
 worst, compared = worst_difference(path, model)
 lesson.measure("log-probabilities compared", compared)
-lesson.check(worst < 1e-4, f"the largest difference to transformers in float32 is {worst:.1e}, all greedy tokens agree")
+lesson.check(
+    worst < 1e-4, f"the largest difference to transformers in float32 is {worst:.1e}, all greedy tokens agree"
+)
 
 # %% [markdown]
 # ## Which of it matters?
@@ -172,7 +188,9 @@ NAMES = {"1 + w": "GemmaWithoutOne", "1 / s": "GemmaWithoutScale", "GELU": "Gemm
 
 def without(piece: str) -> Family:
     def weight(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
-        skipped = (piece == "1 + w" and name.endswith("norm.weight")) or (piece == "1 / s" and "_proj" in name)
+        skipped = (piece == "1 + w" and name.endswith("norm.weight")) or (
+            piece == "1 / s" and "_proj" in name
+        )
         return tensor if skipped else gemma_weight(name, tensor, config)
 
     def entries(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,9 +218,15 @@ def difference_with(family: Family) -> float:
 
 pieces = list(NAMES)
 lesson.predict("pieces that are noticed", pieces, "each changes the logits")
-lesson.measure("pieces that are noticed", [piece for piece in pieces if difference_with(without(piece)) > 1e-2])
+lesson.measure(
+    "pieces that are noticed", [piece for piece in pieces if difference_with(without(piece)) > 1e-2]
+)
 chapter = Path(__file__).read_text(encoding="utf-8")
-parts = {"gemma_config": "def gemma_config", "gemma_weight": "def gemma_weight", "the row of the table": "GEMMA = "}
+parts = {
+    "gemma_config": "def gemma_config",
+    "gemma_weight": "def gemma_weight",
+    "the row of the table": "GEMMA = ",
+}
 statements = {node.lineno: node for node in ast.parse(chapter).body}
 first_lines = {name: chapter[: chapter.index(f"\n{start}")].count("\n") + 2 for name, start in parts.items()}
 sizes = {name: (statements[line].end_lineno or line) - line + 1 for name, line in first_lines.items()}
@@ -210,16 +234,17 @@ lesson.bars("t14_lines", "Lines a new family takes", sizes, "lines")
 
 # %% [markdown]
 # ## Limits
-# In bfloat16 dividing by s rounds the weights once more, unless s is a power of two (it is 64 for a hidden size of
-# 4096): a relative error of 2⁻⁹ on top of the one they have. And a family whose *structure* differs cannot be folded
-# into weights.
+# In bfloat16 dividing by s rounds the weights once more, unless s is a power of two (it is 64 for a hidden
+# size of 4096): a relative error of 2⁻⁹ on top of the one they have. And a family whose *structure* differs
+# cannot be folded into weights.
 #
 # ## A family whose structure differs
-# OLMo 2 puts its norms behind the sublayers, and norms all heads of q, and of k, as one vector. So its row has a
-# ``describe`` of its own. That is a function from the checked entries of config.json to a ``Description``: a
-# ``LayerSpec`` for each layer, and what else is true of the model. ``dense`` makes the layers of Llama, and takes what
-# differs; here the norms are moved by hand, to show where they stand. The checkpoint calls the norms by other names
-# than the decoder, which ``renamed`` translates. Nothing of the forward pass is written.
+# OLMo 2 puts its norms behind the sublayers, and norms all heads of q, and of k, as one vector. So its row
+# has a ``describe`` of its own. That is a function from the checked entries of config.json to a
+# ``Description``: a ``LayerSpec`` for each layer, and what else is true of the model. ``dense`` makes the
+# layers of Llama, and takes what differs; here the norms are moved by hand, to show where they stand. The
+# checkpoint calls the norms by other names than the decoder, which ``renamed`` translates. Nothing of the
+# forward pass is written.
 
 
 # %%
@@ -234,7 +259,12 @@ OLMO2 = Family(
     architecture="Olmo2ByHand",  # the table has a row for Olmo2ForCausalLM
     model_type="olmo2",
     gguf_architecture=None,
-    defaults={**SHARED_DEFAULTS, "vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048},
+    defaults={
+        **SHARED_DEFAULTS,
+        "vocab_size": 50304,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+    },
     describe=describe_olmo2,
     renamed={
         "post_attention_layernorm": "post_self_attn_layernorm",
@@ -257,7 +287,9 @@ lesson.check(olmo2_worst < 1e-4, f"the largest difference to transformers in flo
 
 
 # %%
-@lesson.exercise("IBM's Granite has four multipliers: embedding, residual, attention, logits. Fold all of them.")
+@lesson.exercise(
+    "IBM's Granite has four multipliers: embedding, residual, attention, logits. Fold all of them."
+)
 def granite() -> str:
     m_embedding, m_residual, m_attention, m_logits = 3.0, 0.6, 0.3, 0.4
     granite_path, granite_model = save_random_model(
@@ -295,7 +327,9 @@ def granite() -> str:
     return f"{compared} log-probabilities differ by at most {worst:.1e}"
 
 
-@lesson.exercise("Does the epsilon matter? Leave it unscaled, on a model whose embeddings are small, and compare.")
+@lesson.exercise(
+    "Does the epsilon matter? Leave it unscaled, on a model whose embeddings are small, and compare."
+)
 def epsilon() -> str:
     def unscaled(given: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**gemma_config(given), "rms_norm_eps": given["rms_norm_eps"]}
@@ -303,16 +337,21 @@ def epsilon() -> str:
     x = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-3
     exact = 8 * x / ((8 * x).square().mean() + 1e-6).sqrt()
     scaled = x / (x.square().mean() + gemma_config({"hidden_size": 64})["rms_norm_eps"]).sqrt()
-    forgotten = x / (x.square().mean() + unscaled({"hidden_size": 64, "rms_norm_eps": 1e-6})["rms_norm_eps"]).sqrt()
+    forgotten = (
+        x / (x.square().mean() + unscaled({"hidden_size": 64, "rms_norm_eps": 1e-6})["rms_norm_eps"]).sqrt()
+    )
     torch.testing.assert_close(scaled, exact)
     error = float((forgotten - exact).abs().max() / exact.abs().max())
     assert error > 0.2
-    return f"for embeddings of 0.001 the forgotten epsilon changes the norm by {error:.0%}; scaled, it is exact"
+    return (
+        f"for embeddings of 0.001 the forgotten epsilon changes the norm by {error:.0%}; scaled, it is exact"
+    )
 
 
 lesson.passed(
     "an unknown architecture is refused in a sentence",
-    f"with {sum(sizes.values())} lines Gemma's log-probabilities differ from transformers' by at most {worst:.0e}",
+    f"with {sum(sizes.values())} lines Gemma's log-probabilities differ from transformers' by at most "
+    f"{worst:.0e}",
     "each piece left out is noticed",
 )
 folder.cleanup()

@@ -1,15 +1,16 @@
 """15 · Add a scheduling policy: vLLM V0's order, measured against V1's.
 
-Which request comes first? V0 said: victims of a preemption, then newcomers, then those that are running, so that the
-batch is large. V1 turned it round. Both are short, since everything else (memory, chunks, preemption, results) stays.
+Which request comes first? V0 said: victims of a preemption, then newcomers, then those that are running, so
+that the batch is large. V1 turned it round. Both are short, since everything else (memory, chunks,
+preemption, results) stays.
 """
 
 # %% [markdown]
 # ## The policy
-# A scheduling policy decides three things: the queue of the requests that wait, the victim when memory is short, and
-# the turns of a step. V1's turns are: serve the running requests, then admit waiting ones. V0's order is the other way
-# round, and a step that admits a request serves no other: prompts and answers never mix. Preempted requests stand at
-# the front of the waiting queue already.
+# A scheduling policy decides three things: the queue of the requests that wait, the victim when memory is
+# short, and the turns of a step. V1's turns are: serve the running requests, then admit waiting ones. V0's
+# order is the other way round, and a step that admits a request serves no other: prompts and answers never
+# mix. Preempted requests stand at the front of the waiting queue already.
 
 # %%
 from __future__ import annotations
@@ -41,11 +42,12 @@ class NewcomersFirst(SchedulingPolicy):
 register_policy("v0", NewcomersFirst)
 
 # %% [markdown]
-# That is the whole policy, and ``scheduling_policy="v0"`` now names it. (V0 never cut a prompt; here that holds as long
-# as prompts fit into the budget.)
+# That is the whole policy, and ``scheduling_policy="v0"`` now names it. (V0 never cut a prompt; here that
+# holds as long as prompts fit into the budget.)
 #
 # ## The measuring stick
-# As in chapter 7 a step of n tokens takes 32 + n. Four readers have been reading for a while. From step 5 on a
+# As in chapter 7 a step of n tokens takes 32 + n. Four readers have been reading for a while.
+# From step 5 on a
 # new request comes in every step, ten in all, each with a prompt of 100 tokens and an answer of 20.
 
 # %%
@@ -91,7 +93,9 @@ def longest_gap(steps: list[TraceStep], name: str) -> int:
 # %%
 lesson.heading("Time to first token (TTFT) of the ten newcomers")
 lesson.predict("TTFT, V0", [WEIGHTS + PROMPT] * RUSH, "a step of its own")
-lesson.predict("TTFT, V1", [WEIGHTS + PROMPT + READERS + n for n in range(RUSH)], "4 readers and who came before")
+lesson.predict(
+    "TTFT, V1", [WEIGHTS + PROMPT + READERS + n for n in range(RUSH)], "4 readers and who came before"
+)
 v0, v1 = serve("v0"), serve("fcfs")
 lesson.measure("TTFT, V0", [first_token_after(v0, n) for n in range(RUSH)])
 lesson.measure("TTFT, V1", [first_token_after(v1, n) for n in range(RUSH)])
@@ -99,11 +103,14 @@ lesson.measure("TTFT, V1", [first_token_after(v1, n) for n in range(RUSH)])
 # %% [markdown]
 # ## The surprise: what those few units cost
 # V0 wins, by a tenth at most. Now look at the readers. As long as a request comes in every step, no reader
-# gets a token: the gap grows with the number of *arrivals*, which no setting bounds. V1's longest gap is one step.
+# gets a token: the gap grows with the number of *arrivals*, which no setting bounds.
+# V1's longest gap is one step.
 
 # %%
 lesson.heading("Longest gap between two tokens (ITL) of a reader")
-lesson.predict("gap, V0", RUSH * (WEIGHTS + PROMPT) + WEIGHTS + READERS + RUSH, "ten prompts, then a step for all 14")
+lesson.predict(
+    "gap, V0", RUSH * (WEIGHTS + PROMPT) + WEIGHTS + READERS + RUSH, "ten prompts, then a step for all 14"
+)
 lesson.predict("gap, V1", WEIGHTS + PROMPT + READERS + RUSH - 1, "the step of the tenth newcomer")
 lesson.measure("gap, V0", longest_gap(v0, "R0"))
 lesson.measure("gap, V1", longest_gap(v1, "R0"))
@@ -122,9 +129,9 @@ lesson.cells("t15_v1", "V1: who is running first", strip(v1))
 
 # %% [markdown]
 # ## Fairness
-# How much longer than alone does each request take? Jain's index is 1 if that factor is the same for all, and 1/n if
-# one bears it all. And the total? Fewer, larger steps read the weights less often, so one might expect V0's batches to
-# pay off.
+# How much longer than alone does each request take? Jain's index is 1 if that factor is the same for all, and
+# 1/n if one bears it all. And the total? Fewer, larger steps read the weights less often, so one might expect
+# V0's batches to pay off.
 
 # %%
 lesson.heading("Fairness and total")
@@ -149,11 +156,15 @@ def jain(values: list[float]) -> float:
 gaps = {"V0": longest_gap(v0, "R0"), "V1": longest_gap(v1, "R0")}
 lesson.bars("t15_gap", "Longest gap of a reader", gaps, "tokens")
 for name, steps in (("V0", v0), ("V1", v1)):
-    lesson.say(f"  {name}: Jain's index {jain(slowdowns(steps)):.3f}, {len(steps)} steps, time {clock(steps)[-1]:,}")
+    lesson.say(
+        f"  {name}: Jain's index {jain(slowdowns(steps)):.3f}, {len(steps)} steps, time {clock(steps)[-1]:,}"
+    )
 tokens = READERS * (4 + 59) + RUSH * (PROMPT + 19)
 lesson.predict("tokens computed, V0 and V1", [tokens, tokens], "the order changes no work")
 lesson.measure("tokens computed, V0 and V1", [sum(step.num_tokens for step in steps) for steps in (v0, v1)])
-lesson.check(clock(v1)[-1] < clock(v0)[-1], "V1 is done earlier: a mixed step reads the weights once for both")
+lesson.check(
+    clock(v1)[-1] < clock(v0)[-1], "V1 is done earlier: a mixed step reads the weights once for both"
+)
 
 # %% [markdown]
 # ## In the engine
@@ -166,7 +177,9 @@ params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 answers = []
 for policy in ("fcfs", "v0"):
     with LLM(**engine_arguments(), scheduling_policy=policy) as llm:
-        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        answers.append(
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        )
 lesson.check(answers[0] == answers[1], "six answers are the same under both policies")
 
 # %% [markdown]
@@ -175,7 +188,8 @@ lesson.check(answers[0] == answers[1], "six answers are the same under both poli
 
 # %%
 @lesson.exercise(
-    "Give both too little memory (30 blocks). How often does each preempt, and how many tokens are computed twice?"
+    "Give both too little memory (30 blocks). How often does each preempt, and how many tokens are computed "
+    "twice?"
 )
 def little_memory() -> str:
     found = {}
@@ -187,14 +201,18 @@ def little_memory() -> str:
     return f"(preemptions, tokens computed again): {found}"
 
 
-@lesson.exercise("Write a third policy: shortest prompt first. Only its queue differs: see minivllm.SortedQueue.")
+@lesson.exercise(
+    "Write a third policy: shortest prompt first. Only its queue differs: see minivllm.SortedQueue."
+)
 def shortest_first() -> str:
     class ShortestFirst(SchedulingPolicy):
         def make_queue(self) -> SortedQueue:
             return SortedQueue(lambda request: request.num_tokens)
 
     register_policy("shortest_first", ShortestFirst)
-    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512, policy="shortest_first")
+    config = SchedulerConfig(
+        max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512, policy="shortest_first"
+    )
     scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(513, 16)], max_model_len=512))
     steps = run(scheduler, [Arrival("long", 100, 2), Arrival("short", 3, 2), Arrival("middle", 50, 2)])
     order = list(dict.fromkeys(name for step in steps for name in step.num_scheduled_tokens))

@@ -1,21 +1,22 @@
-"""16 · Hybrid caches: layers that forget leave room for more than four times as many tokens in the same bytes.
+"""16 · Hybrid caches: layers that forget leave room for more than four times as many tokens in the same
+bytes.
 
-Many models look far back in a few layers only. In Gemma 3 five layers of six have a sliding window: a token sees the
-1,024 tokens up to itself, and what lies further back is never read again there. A cache that keeps it all the same
-wastes most of its memory.
+Many models look far back in a few layers only. In Gemma 3 five layers of six have a sliding window: a token
+sees the 1,024 tokens up to itself, and what lies further back is never read again there. A cache that keeps
+it all the same wastes most of its memory.
 """
 
 # %% [markdown]
 # ## Count by hand
-# Gemma 3 4B has 34 layers with 4 KV heads of 256 dimensions. A token takes 2 · 4 · 256 values of 2 bytes in each layer:
-# 4,096 bytes. The layers 5, 11, 17, 23 and 29 see everything; the other 29 have a window.
+# Gemma 3 4B has 34 layers with 4 KV heads of 256 dimensions. A token takes 2 · 4 · 256 values of 2 bytes in
+# each layer: 4,096 bytes. The layers 5, 11, 17, 23 and 29 see everything; the other 29 have a window.
 #
-# A request of 32,768 tokens needs a place for every token in the layers that see everything. In the others it needs
-# those of its window. The window of 1,024 tokens moves on token by token, and blocks have 64: as soon as it begins in
-# the middle of a block, it touches 17.
+# A request of 32,768 tokens needs a place for every token in the layers that see everything. In the others it
+# needs those of its window. The window of 1,024 tokens moves on token by token, and blocks have 64: as soon
+# as it begins in the middle of a block, it touches 17.
 #
-# No weights are needed to check that. A configuration is enough: the engine describes the layers, and ``kv_groups``
-# says which of them share a pool.
+# No weights are needed to check that. A configuration is enough: the engine describes the layers, and
+# ``kv_groups`` says which of them share a pool.
 
 # %%
 from __future__ import annotations
@@ -70,7 +71,9 @@ lesson.predict(
     "layers of each group", {"full attention": 5, "sliding window of 1024": 29}, "every sixth sees everything"
 )
 lesson.predict("bytes if all layers keep everything", 34 * LENGTH * BYTES, "34 layers, every token")
-lesson.predict("bytes of each group", [5 * LENGTH * BYTES, 29 * 17 * BLOCK * BYTES], "5 layers; 29 layers, 17 blocks")
+lesson.predict(
+    "bytes of each group", [5 * LENGTH * BYTES, 29 * 17 * BLOCK * BYTES], "5 layers; 29 layers, 17 blocks"
+)
 decoder = layers_of(GEMMA_3_4B)
 two = kv_groups(decoder, BLOCK, LENGTH)
 one = kv_groups(decoder, BLOCK, LENGTH, may_drop=False)
@@ -86,14 +89,14 @@ lesson.bars(
 
 # %% [markdown]
 # ## One pool per kind
-# The two kinds live and die differently, so each has a pool of blocks of its own: the block table of a request is a
-# list per group. How large should the pools be? If all requests were long, the windows would need little: 17 blocks for
-# every 512 of the others. But most requests are short, and a short one needs as many tokens here as there. So the
-# engine gives the windows half as much memory as the first pool (``LOCAL_SHARE``), unless that is more than
-# ``max_num_seqs`` requests and their retained prefixes can use.
+# The two kinds live and die differently, so each has a pool of blocks of its own: the block table of a
+# request is a list per group. How large should the pools be? If all requests were long, the windows would
+# need little: 17 blocks for every 512 of the others. But most requests are short, and a short one needs as
+# many tokens here as there. So the engine gives the windows half as much memory as the first pool
+# (``LOCAL_SHARE``), unless that is more than ``max_num_seqs`` requests and their retained prefixes can use.
 #
-# Predict the number of tokens in 16 GiB. With one pool: 16 GiB over 34 layers. With two: two thirds of it for 5 layers.
-# That makes 34 / 5 · 2 / 3 ≈ 4.5 times as many.
+# Predict the number of tokens in 16 GiB. With one pool: 16 GiB over 34 layers. With two: two thirds of it for
+# 5 layers. That makes 34 / 5 · 2 / 3 ≈ 4.5 times as many.
 
 # %%
 lesson.heading("What 16 GiB hold")
@@ -108,9 +111,9 @@ lesson.measure("tokens of the first pool, one group", found[0], within=0.01)
 lesson.measure("tokens of the first pool, two groups", found[1], within=0.01)
 
 # %% [markdown]
-# That is arithmetic about arithmetic. So fill the pools: the engine's own manager admits prompts of 32,767 tokens, in
-# chunks of 2,048, and one token of each answer, until it refuses one. Blocks are numbers to it, so 16 GiB of them fit
-# into any laptop.
+# That is arithmetic about arithmetic. So fill the pools: the engine's own manager admits prompts of 32,767
+# tokens, in chunks of 2,048, and one token of each answer, until it refuses one. Blocks are numbers to it, so
+# 16 GiB of them fit into any laptop.
 
 
 # %%
@@ -119,8 +122,8 @@ def start(groups: list[GroupSpec]) -> KVCacheManager:
 
 
 def admit(manager: KVCacheManager, number: int) -> list[list[int]] | None:
-    """Compute LENGTH tokens of a request, the last one by itself. Returns blocks in use in each pool after every step;
-    None if it was refused."""
+    """Compute LENGTH tokens of a request, the last one by itself.
+    Returns blocks in use in each pool after every step; None if it was refused."""
     request = Arrival(f"R{number}", [number + 1, *range(LENGTH - 1)], max_tokens=1).request()
     hits, in_use = manager.get_computed_blocks(request)[0], []
     for start in range(0, LENGTH, limits.longest_chunk):
@@ -134,7 +137,9 @@ def admit(manager: KVCacheManager, number: int) -> list[list[int]] | None:
 
 
 lesson.heading("Requests of 32,768 tokens side by side")
-lesson.predict("requests that fit", [count // LENGTH for count in tokens], "whole requests in the tokens above")
+lesson.predict(
+    "requests that fit", [count // LENGTH for count in tokens], "whole requests in the tokens above"
+)
 fitting = []
 for groups in sized:
     manager = start(groups)
@@ -143,24 +148,33 @@ lesson.measure("requests that fit", fitting)
 
 in_use = admit(start(sized[1]), 0) or []
 lengths = [*range(limits.longest_chunk, LENGTH, limits.longest_chunk), LENGTH - 1, LENGTH]
-forgetting = [sum(blocks * group.block_bytes for blocks, group in zip(counts, two)) / 2**20 for counts in in_use]
+forgetting = [
+    sum(blocks * group.block_bytes for blocks, group in zip(counts, two)) / 2**20 for counts in in_use
+]
 lesson.curves(
     "t16_growth",
     "A prompt in chunks of 2,048 tokens, and one token more",
     lengths,
-    {"all layers keep everything": [length * 34 * BYTES / 2**20 for length in lengths], "windows forget": forgetting},
+    {
+        "all layers keep everything": [length * 34 * BYTES / 2**20 for length in lengths],
+        "windows forget": forgetting,
+    },
     "tokens computed, MiB held",
 )
 last = "blocks of windows, last chunk and last token"
 lesson.predict(last, [48, 16], "chunk and window; window, which begins with a block here")
 lesson.measure(last, [windows for _, windows in in_use[-2:]])
-lesson.say("  A chunk needs its own tokens and the window before it: large chunks cost memory in the pool of windows.")
+lesson.say(
+    "  A chunk needs its own tokens and the window before it: large chunks cost memory in the pool of "
+    "windows."
+)
 
 # %% [markdown]
 # ## A real model that forgets
-# The same with tensors: a small random model of the same build, 5 layers with a window of 32 tokens and one without, in
-# blocks of 16. It writes 100 tokens. The control is an engine that must keep everything: attention that is given by its
-# path is not the engine's own and may read whatever it likes, so nothing is dropped.
+# The same with tensors: a small random model of the same build, 5 layers with a window of 32 tokens and one
+# without, in blocks of 16. It writes 100 tokens. The control is an engine that must keep everything:
+# attention that is given by its path is not the engine's own and may read whatever it likes, so nothing is
+# dropped.
 
 # %%
 SMALL = {
@@ -191,7 +205,9 @@ lesson.heading("100 tokens of a small model")
 prompt = [(7 * i) % 512 for i in range(12)]
 written = len(prompt) + 100 - 1  # the last token is never computed
 lesson.predict(
-    "most blocks in use", [[-(-written // 16)], [-(-written // 16), 3]], "all of the text; 32 tokens touch 3 blocks"
+    "most blocks in use",
+    [[-(-written // 16)], [-(-written // 16), 3]],
+    "all of the text; 32 tokens touch 3 blocks",
 )
 engines = [
     LLM(**engine_arguments(model=str(model_folder(SMALL)), reuse_partial_blocks=False, **differs))
@@ -203,13 +219,14 @@ lesson.check(texts[0] == texts[1], "both engines write the same tokens")
 
 # %% [markdown]
 # ## The second turn
-# A chat sends everything again (chapter 6). What was dropped may be gone: does the next turn start from nothing?
-# The next token reads only the last 32 tokens in the layers with a window. So a hit needs *all* blocks of full
-# attention, but only the *end* of the windows, and the end is what was written last. The search in a window goes from
-# right to left, and the answers of all groups are made to agree.
+# A chat sends everything again (chapter 6).
+# What was dropped may be gone: does the next turn start from nothing?
+# The next token reads only the last 32 tokens in the layers with a window. So a hit needs *all* blocks of
+# full attention, but only the *end* of the windows, and the end is what was written last. The search in a
+# window goes from right to left, and the answers of all groups are made to agree.
 #
-# So the second turn finds as much as if nothing had been dropped: all full blocks that were computed. Engines that
-# drop blocks without this search compute the whole conversation again.
+# So the second turn finds as much as if nothing had been dropped: all full blocks that were computed. Engines
+# that drop blocks without this search compute the whole conversation again.
 
 # %%
 lesson.heading("A second turn")
@@ -222,9 +239,10 @@ for llm in engines:
 
 # %% [markdown]
 # ## The surprise: the end can be found, the middle may be gone
-# Dropped blocks go to the free queue with their names on, and are found until they are reused. In a small pool that is
-# soon: a long text reuses its own blocks. Then the continuation is found and a *branch* from the middle (an edited
-# message) is not, although full attention still has it: one group without an answer is enough.
+# Dropped blocks go to the free queue with their names on, and are found until they are reused. In a small
+# pool that is soon: a long text reuses its own blocks. Then the continuation is found and a *branch* from the
+# middle (an edited message) is not, although full attention still has it: one group without an answer is
+# enough.
 
 # %%
 lesson.heading("A text of 70 tokens, a window of 5, 8 blocks of 2 for it")
@@ -264,23 +282,30 @@ lesson.cells(
 
 
 # %%
-@lesson.exercise("gpt-oss 20B: 24 layers, half of them with a window of 128, 8 KV heads of 64. What does it gain?")
+@lesson.exercise(
+    "gpt-oss 20B: 24 layers, half of them with a window of 128, 8 KV heads of 64. What does it gain?"
+)
 def gpt_oss() -> str:
     block_bytes = BLOCK * 2 * 8 * 64 * 2
     everything = one_group(24, BLOCK, 24 * block_bytes)
     half = tuple(range(0, 24, 2)), tuple(range(1, 24, 2))
     full, windows = (
         GroupSpec(kind="full attention", layers=half[1], block_size=BLOCK, block_bytes=12 * block_bytes),
-        GroupSpec(kind="sliding window", reach=128, layers=half[0], block_size=BLOCK, block_bytes=12 * block_bytes),
+        GroupSpec(
+            kind="sliding window", reach=128, layers=half[0], block_size=BLOCK, block_bytes=12 * block_bytes
+        ),
     )
     gain = held(everything) / (held(full) + held(windows))
     in_pools = (
-        fit_pools([full, windows], MEMORY, limits)[0].num_blocks / fit_pools([everything], MEMORY, limits)[0].num_blocks
+        fit_pools([full, windows], MEMORY, limits)[0].num_blocks
+        / fit_pools([everything], MEMORY, limits)[0].num_blocks
     )
     assert 1.98 < gain < 2 and 1.9 < in_pools < 2
     return (
-        f"a request of 32,768 tokens takes {gain:.2f} times less, never more than the 2 that half the layers allow; "
-        f"and 16 GiB hold {in_pools:.2f} times as many tokens, since so small a window needs less than its share"
+        f"a request of 32,768 tokens takes {gain:.2f} times less, never more than the 2 that half the layers "
+        "allow; "
+        f"and 16 GiB hold {in_pools:.2f} times as many tokens, since so small a window needs less than its "
+        "share"
     )
 
 
@@ -291,7 +316,9 @@ def seventeen() -> str:
     return "16 only when the window begins with a block, which is one place in 64; 17 at the 63 others"
 
 
-@lesson.exercise("Blocks of 4 tokens for full attention, of 6 for a window: after a text of 40 tokens, what is found?")
+@lesson.exercise(
+    "Blocks of 4 tokens for full attention, of 6 for a window: after a text of 40 tokens, what is found?"
+)
 def other_sizes() -> str:
     manager = KVCacheManager([FullAttentionManager(30, 4), SlidingWindowManager(30, 6, 8, 40)], 200)
     request = Arrival("first", list(range(40)), max_tokens=1).request()
@@ -300,11 +327,15 @@ def other_sizes() -> str:
     manager.free(request)
     found = manager.get_computed_blocks(Arrival("again", list(range(50)), 1).request())[1]
     assert (found, manager.hash_block_size) == (36, 2)
-    return "36: where blocks of both sizes end, a multiple of 12; tokens are hashed in pieces of 2, which divide both"
+    return (
+        "36: where blocks of both sizes end, a multiple of 12; tokens are hashed in pieces of 2, which "
+        "divide both"
+    )
 
 
 lesson.passed(
-    f"16 GiB hold {found[1] / found[0]:.1f} times as many tokens of Gemma 3 4B, {fitting[1]} long requests and not "
+    f"16 GiB hold {found[1] / found[0]:.1f} times as many tokens of Gemma 3 4B, {fitting[1]} long requests "
+    "and not "
     f"{fitting[0]}",
     "a window needs the same few blocks however long the text is",
     "a second turn finds all of the first one",

@@ -1,16 +1,20 @@
 """17 · Experts: a token reads a few of them, a batch soon reads nearly all.
 
-A mixture of experts has many small MLPs in a layer, and a router that sends each token to a few of them (Shazeer et al.
-2017). One token is cheap: Qwen3-30B-A3B has 30 billion weights and uses 3 of them per token. Chapter 13 showed that a
-batch is nearly free, since every weight is read once per step. Is it still, when each token wants other weights?
+A mixture of experts has many small MLPs in a layer, and a router that sends each token to a few of them
+(Shazeer et al. 2017). One token is cheap: Qwen3-30B-A3B has 30 billion weights and uses 3 of them per token.
+Chapter 13 showed that a batch is nearly free, since every weight is read once per step. Is it still, when
+each token wants other weights?
 """
 
 # %% [markdown]
 # ## How many different experts?
-# A token picks *k* of *E* experts. If all are equally likely, an expert is missed by one token with probability
-# 1 − k/E, and by B tokens with (1 − k/E)^B. So a batch is expected to hit E · (1 − (1 − k/E)^B) different ones.
+# A token picks *k* of *E* experts.
+# If all are equally likely, an expert is missed by one token with probability
+# 1 − k/E, and by B tokens with (1 − k/E)^B.
+# So a batch is expected to hit E · (1 − (1 − k/E)^B) different ones.
 #
-# Predict that for 128 experts and 8 per token, and let the engine's own ``route`` choose for random router logits.
+# Predict that for 128 experts and 8 per token,
+# and let the engine's own ``route`` choose for random router logits.
 
 # %%
 from __future__ import annotations
@@ -55,9 +59,9 @@ for batch in (1, 16, 64):
 
 # %% [markdown]
 # ## What a step reads
-# An expert of that model is three matrices of 2,048 · 768 values of 2 bytes: 9.4 MB, in each of 48 layers. A dense
-# model with the same work per token has eight of them, always the same ones: it reads 3.6 GB per step whatever the
-# batch. The mixture reads as much for one token, and then more and more, up to 58 GB.
+# An expert of that model is three matrices of 2,048 · 768 values of 2 bytes: 9.4 MB, in each of 48 layers. A
+# dense model with the same work per token has eight of them, always the same ones: it reads 3.6 GB per step
+# whatever the batch. The mixture reads as much for one token, and then more and more, up to 58 GB.
 
 # %%
 lesson.heading("Bytes of expert weights per step")
@@ -74,25 +78,30 @@ lesson.curves(
 )
 gain = {batch: batch * dense / read for batch, read in zip(BATCHES, step_bytes)}
 lesson.predict(
-    "times as many tokens per byte at batch 16", round(16 * TOP_K / expected(16), 2), "16 · 8 choices share 82 experts"
+    "times as many tokens per byte at batch 16",
+    round(16 * TOP_K / expected(16), 2),
+    "16 · 8 choices share 82 experts",
 )
 lesson.measure("times as many tokens per byte at batch 16", round(gain[16], 2), within=0.02)
 lesson.say(
-    f"  A dense model gains 16. At batch 256 the mixture gains {gain[256]:.0f} and reads everything: from there on "
+    f"  A dense model gains 16. At batch 256 the mixture gains {gain[256]:.0f} and reads everything: from "
+    "there on "
     "every further token is nearly free."
 )
 
 # %% [markdown]
-# That is the surprise of this chapter: among few users a mixture gains next to nothing from a batch. It wants large
-# ones. That is why such models are served on many devices for many users at once, each device with some of the experts.
+# That is the surprise of this chapter: among few users a mixture gains next to nothing from a batch. It wants
+# large ones. That is why such models are served on many devices for many users at once, each device with some
+# of the experts.
 #
 # ## The same in the engine
-# A small random model with 16 experts, 2 per token. The operator that multiplies experts is watched: which experts
-# the router really hit, and how many bytes their matrices have.
+# A small random model with 16 experts, 2 per token. The operator that multiplies experts is watched: which
+# experts the router really hit, and how many bytes their matrices have.
 #
-# Real routers have favourites. Let expert *e* be chosen by a token with probability p(e). Then the batch is expected to
-# hit Σ 1 − (1 − p(e))^B of them, which is less than the formula above says for any p but the even one. How often a
-# token chooses each expert is counted over 40 requests, and predicts what batches of other requests read.
+# Real routers have favourites. Let expert *e* be chosen by a token with probability p(e). Then the batch is
+# expected to hit Σ 1 − (1 − p(e))^B of them, which is less than the formula above says for any p but the even
+# one. How often a token chooses each expert is counted over 40 requests, and predicts what batches of other
+# requests read.
 
 
 # %%
@@ -145,11 +154,14 @@ with LLM(**engine_arguments(model=str(model_folder(SMALL)))) as llm:
     layers = len(alone[0])
     lesson.predict("bytes of an expert", 3 * 64 * 32 * 4, "three matrices of 64 · 32, 4 bytes each")
     lesson.measure("bytes of an expert", expert_bytes)
-    counts = [torch.cat([step[layer] for step in alone]).flatten().bincount(minlength=16) for layer in range(layers)]
+    counts = [
+        torch.cat([step[layer] for step in alone]).flatten().bincount(minlength=16) for layer in range(layers)
+    ]
     share = [count / (STEPS * 40) for count in counts]
     sizes = [2, 4, 8, 16, 32]
     predicted = [
-        sum(float((1 - (1 - of_layer) ** batch).sum()) for of_layer in share) * expert_bytes for batch in sizes
+        sum(float((1 - (1 - of_layer) ** batch).sum()) for of_layer in share) * expert_bytes
+        for batch in sizes
     ]
     found = []
     for batch, read in zip(sizes, predicted):
@@ -159,7 +171,8 @@ with LLM(**engine_arguments(model=str(model_folder(SMALL)))) as llm:
         lesson.measure(f"bytes at batch {batch}", round(found[-1]), within=0.1)
 even = [layers * expected(batch, 16, 2) * expert_bytes for batch in sizes]
 lesson.check(
-    all(a < b for a, b in zip(found[2:], even[2:])), "favourites: less is read than if all were equally likely"
+    all(a < b for a, b in zip(found[2:], even[2:])),
+    "favourites: less is read than if all were equally likely",
 )
 lesson.bars(
     "t17_favourites",
@@ -172,14 +185,16 @@ lesson.bars(
 # ## Three ways to multiply
 # Which experts are hit is known only when the router has run.
 #
-# - ``loop``: the host looks, and multiplies each hit expert by its tokens. Every hit expert is read once. A GPU would
+# - ``loop``: the host looks, and multiplies each hit expert by its tokens. Every hit expert is read once.
+#   A GPU would
 #   wait for the host in every layer.
 # - *grouped*: tokens are sorted by expert, and one kernel multiplies all groups; the host never looks.
-# - *gathered*: every choice reads the matrices of its expert by itself. Nothing is sorted, nothing is looked at, and a
+# - *gathered*: every choice reads the matrices of its expert by itself.
+#   Nothing is sorted, nothing is looked at, and a
 #   matrix that two tokens want is read twice.
 #
-# Gathering reads B · k experts where the others read the different ones. For one token these are the same, so it costs
-# nothing. Predict by what factor it reads more.
+# Gathering reads B · k experts where the others read the different ones. For one token these are the same, so
+# it costs nothing. Predict by what factor it reads more.
 
 
 # %%
@@ -210,7 +225,9 @@ def milliseconds(function: Callable[[], Tensor]) -> float:
 lesson.heading("Gathered products read more than needed")
 SIZES = [1, 2, 4, 8, 16, 32]
 lesson.predict(
-    "times as much", [round(b * TOP_K / expected(b), 1) for b in SIZES], "B · k choices over the different experts"
+    "times as much",
+    [round(b * TOP_K / expected(b), 1) for b in SIZES],
+    "B · k choices over the different experts",
 )
 lesson.measure("times as much", [round(b * TOP_K / measured[b], 1) for b in SIZES])
 wide, narrow = 128, 64
@@ -219,7 +236,9 @@ down = torch.randn(EXPERTS, wide, narrow, generator=generator) / narrow**0.5
 times: dict[str, list[float]] = {"gathered": [], "one expert after the other": []}
 for batch in SIZES:
     x = torch.randn(batch, wide, generator=generator)
-    ids, weights = route(torch.randn(batch, EXPERTS, generator=generator), Routing(top_k=TOP_K, normalized=True))
+    ids, weights = route(
+        torch.randn(batch, EXPERTS, generator=generator), Routing(top_k=TOP_K, normalized=True)
+    )
     results = []
     for name, way in (("gathered", gathered), ("one expert after the other", looped)):
         results.append(way(x, ids, weights, gate_up, down))
@@ -229,17 +248,19 @@ lesson.check(True, "both ways compute the same")
 lesson.curves("t17_ways", "128 experts on this machine", SIZES, times, "batch, milliseconds", log=True)
 
 # %% [markdown]
-# The times depend on the machine, so they are shown and not checked. A loop pays for every expert that it starts, which
-# favours gathering in small batches, until what is read several times costs more. And reading is not all: a gathered
-# product multiplies a matrix by a *vector* for each choice, which the matrix units of a GPU are no help for. So on a
-# GPU the engine gathers for a single token only, and sorts and groups from two tokens on; on a CPU, where the host has
-# to look anyway, it loops.
+# The times depend on the machine, so they are shown and not checked. A loop pays for every expert that it
+# starts, which favours gathering in small batches, until what is read several times costs more. And reading
+# is not all: a gathered product multiplies a matrix by a *vector* for each choice, which the matrix units of
+# a GPU are no help for. So on a GPU the engine gathers for a single token only, and sorts and groups from two
+# tokens on; on a CPU, where the host has to look anyway, it loops.
 #
 # ## Exercises
 
 
 # %%
-@lesson.exercise("DeepSeek-V3 has 256 experts, 8 per token. From which batch on does a step read 90 % of them?")
+@lesson.exercise(
+    "DeepSeek-V3 has 256 experts, 8 per token. From which batch on does a step read 90 % of them?"
+)
 def deepseek() -> str:
     batch = next(b for b in range(1, 1000) if expected(b, 256, 8) >= 0.9 * 256)
     share = hit(batch, 256, 8, trials=50) / 256
@@ -257,7 +278,8 @@ def favourites() -> str:
     ids, _ = route(logits, Routing(top_k=2), correction)
     assert sorted(ids.unique().tolist()) == [3, 7]
     return (
-        "two experts, so it is the fastest step there is; but with experts spread over devices all but two would idle"
+        "two experts, so it is the fastest step there is; but with experts spread over devices all but two "
+        "would idle"
     )
 
 
@@ -272,8 +294,10 @@ def untouched() -> str:
 
 
 lesson.passed(
-    f"a batch of 16 hits {measured[16]:.0f} of {EXPERTS} experts, so it reads {step_bytes[4] / step_bytes[0]:.0f} "
+    f"a batch of 16 hits {measured[16]:.0f} of {EXPERTS} experts, so it reads "
+    f"{step_bytes[4] / step_bytes[0]:.0f} "
     "times as much as one token",
     "what a step of the engine reads follows from how often each expert is chosen",
-    f"gathered products read what is needed for one token, and {32 * TOP_K / measured[32]:.1f} times as much for 32",
+    f"gathered products read what is needed for one token, and {32 * TOP_K / measured[32]:.1f} times as much "
+    "for 32",
 )

@@ -1,16 +1,17 @@
 """19 · Pipelines: stages compute side by side only if each has requests of its own.
 
-A model that is too large for one device can be cut between its layers: the first stage has the first layers, the next
-stage the next ones, and a tensor goes from one to the other. That is simple, and nothing has to be added up. But a
-token passes through all stages one after the other, so who keeps them busy? A stage without work is a *bubble*.
-(GPipe, Huang et al. 2019. For inference there is no way back to wait for, but the next token waits for the last stage.)
+A model that is too large for one device can be cut between its layers: the first stage has the first layers,
+the next stage the next ones, and a tensor goes from one to the other. That is simple, and nothing has to be
+added up. But a token passes through all stages one after the other, so who keeps them busy? A stage without
+work is a *bubble*. (GPipe, Huang et al. 2019. For inference there is no way back to wait for, but the next
+token waits for the last stage.)
 """
 
 # %% [markdown]
 # ## Stages without a model
-# The engine's own scheduler decides here who computes in a step. Every stage takes one tick for a step: at a tick a
-# step enters the first stage, and all others move on by one. A request gets its token when its step leaves the last
-# stage, and can be in the next step only then.
+# The engine's own scheduler decides here who computes in a step. Every stage takes one tick for a step: at a
+# tick a step enters the first stage, and all others move on by one. A request gets its token when its step
+# leaves the last stage, and can be in the next step only then.
 #
 # Predict what share of the ticks a stage works for, with one request and four stages.
 
@@ -33,11 +34,17 @@ STAGES, TICKS = 4, 64
 
 
 class Pipeline:
-    """The scheduler before ``num_stages`` stages. shares: whether it knows of them. late: ticks until it has heard of a
-    result."""
+    """The scheduler before ``num_stages`` stages. shares: whether it knows of them.
+    late: ticks until it has heard of a result."""
 
     def __init__(
-        self, num_stages: int, *, shares: bool = True, budget: int = 256, late: int = 0, is_async: bool = False
+        self,
+        num_stages: int,
+        *,
+        shares: bool = True,
+        budget: int = 256,
+        late: int = 0,
+        is_async: bool = False,
     ) -> None:
         config = SchedulerConfig(
             max_num_batched_tokens=budget, max_model_len=1024, num_stages=num_stages if shares else 1
@@ -57,7 +64,9 @@ class Pipeline:
         if left.num_scheduled_tokens:
             known = self.scheduler.recent_steps(0)
             [recent] = [one for one in known if one.num_scheduled_tokens is left.num_scheduled_tokens]
-            sampled = {name: [0] for name in left.num_scheduled_tokens if name not in recent.unfinished_prompts}
+            sampled = {
+                name: [0] for name in left.num_scheduled_tokens if name not in recent.unfinished_prompts
+            }
             self.scheduler.update_from_output(left, ModelRunnerOutput(sampled_token_ids=sampled))
 
     def run(self, requests: int, ticks: int = TICKS) -> float:
@@ -76,7 +85,9 @@ def strip(pipeline: Pipeline, ticks: int = 14) -> dict[str, list[Cell]]:
     for stage in range(pipeline.num_stages):
         steps = [entered[tick + pipeline.num_stages - stage] for tick in range(ticks)]
         counts = [len(step.num_scheduled_tokens) for step in steps]
-        rows[f"stage {stage}"] = [(str(count) if count else "", "decode" if count else "") for count in counts]
+        rows[f"stage {stage}"] = [
+            (str(count) if count else "", "decode" if count else "") for count in counts
+        ]
     return rows
 
 
@@ -88,11 +99,12 @@ lesson.cells("t19_alone", "One request: who computes, tick by tick", strip(alone
 
 # %% [markdown]
 # ## More requests do not help by themselves
-# Twelve requests. A scheduler that does not know of the stages does what it always does: it puts all that can compute
-# into one step. Then no request is left for the next one. Predict the share of work, for twelve requests in one step.
+# Twelve requests. A scheduler that does not know of the stages does what it always does: it puts all that can
+# compute into one step. Then no request is left for the next one. Predict the share of work, for twelve
+# requests in one step.
 #
-# The engine's scheduler is told how many stages there are. A step samples for no more than its share of the running
-# requests (``stage_share``), ⌈12 / 4⌉ = 3, so four steps of three follow one another.
+# The engine's scheduler is told how many stages there are. A step samples for no more than its share of the
+# running requests (``stage_share``), ⌈12 / 4⌉ = 3, so four steps of three follow one another.
 
 # %%
 lesson.heading("Twelve requests, four stages")
@@ -128,9 +140,10 @@ lesson.curves(
 
 # %% [markdown]
 # ## A prompt passes through in chunks
-# A prompt alone could fill all stages: its chunks need not wait for any token. Stages take as many ticks for a chunk as
-# it has tokens. A prompt of 256 tokens in one step needs 4 · 256 of them. The scheduler gives a step a share of the
-# budget, so here 4 chunks of 64 follow one another: the last one enters after three others and passes four stages.
+# A prompt alone could fill all stages: its chunks need not wait for any token. Stages take as many ticks for
+# a chunk as it has tokens. A prompt of 256 tokens in one step needs 4 · 256 of them. The scheduler gives a
+# step a share of the budget, so here 4 chunks of 64 follow one another: the last one enters after three
+# others and passes four stages.
 
 # %%
 lesson.heading("Ticks until the first token of a prompt of 256")
@@ -152,9 +165,9 @@ lesson.measure("in chunks of its share", first_token(Pipeline(STAGES)))
 
 # %% [markdown]
 # ## Stages that are not equal
-# The slowest stage sets the pace. The head is one more matrix of the last stage, and no small one: in SmolLM2-135M it
-# has 49,152 · 576 weights, as many as eight layers. Half of the 30 layers for each of two stages is therefore no good
-# cut. What a token costs in a stage is about the weights that are read for it.
+# The slowest stage sets the pace. The head is one more matrix of the last stage, and no small one: in
+# SmolLM2-135M it has 49,152 · 576 weights, as many as eight layers. Half of the 30 layers for each of two
+# stages is therefore no good cut. What a token costs in a stage is about the weights that are read for it.
 
 # %%
 lesson.heading("Two stages of SmolLM2-135M")
@@ -163,7 +176,9 @@ layer = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
 costs = [layer] * 29 + [layer + HIDDEN * VOCABULARY]
 halves = max(sum(costs[:15]), sum(costs[15:]))
 lesson.predict("layers of the first stage", 19, "(30 + 8) / 2 layers' worth for each")
-lesson.predict("speed of two halves, against that", round(19 / 23, 2), "15 layers and a head of 8, against 19")
+lesson.predict(
+    "speed of two halves, against that", round(19 / 23, 2), "15 layers and a head of 8, against 19"
+)
 stages = divide_layers(costs, 2)
 lesson.measure("layers of the first stage", len(stages[0]))
 dearest = max(sum(costs[number] for number in stage) for stage in stages)
@@ -180,13 +195,16 @@ lesson.bars(
 
 
 # %%
-@lesson.exercise("Two stages, and the scheduler hears of a token a tick too late. What does async scheduling save?")
+@lesson.exercise(
+    "Two stages, and the scheduler hears of a token a tick too late. What does async scheduling save?"
+)
 def late_news() -> str:
     waiting = Pipeline(2, late=1).run(2, ticks=63)
     ahead = Pipeline(2, late=1, is_async=True).run(2, ticks=63)
     assert abs(waiting - 2 / 3) < 0.02 and ahead == 1
     return (
-        f"{waiting:.0%} work without it: a request is back after three ticks, and there are two; all of the time with "
+        f"{waiting:.0%} work without it: a request is back after three ticks, and there are two; all of the "
+        "time with "
         "it, since the next step is there before the token is known"
     )
 
@@ -201,7 +219,8 @@ def leaving_some() -> str:
     sizes = [len(step.num_scheduled_tokens) for step in pipeline.entered[-STAGES:]]
     assert sorted(sizes) == [1, 1, 2, 2]
     return (
-        "three steps take two each, and the fourth is a bubble; so the scheduler also leaves enough for the steps that "
+        "three steps take two each, and the fourth is a bubble; so the scheduler also leaves enough for the "
+        "steps that "
         "can still follow before the oldest is back: 2, 2, 1 and 1"
     )
 

@@ -1,15 +1,17 @@
-"""20 · Transfer or recompute: keys and values are worth bringing if a byte comes faster than its operations are done.
+"""20 · Transfer or recompute: keys and values are worth bringing if a byte comes faster than its operations
+are done.
 
-Keys and values that were computed once can be kept in host memory, in a directory, or in another engine, and brought
-back when a prompt begins with the same tokens. They can also be computed again: that is always possible, and needs no
-way at all. Which is faster? Three numbers decide: bytes per token, operations per token, and how fast both go here.
+Keys and values that were computed once can be kept in host memory, in a directory, or in another engine, and
+brought back when a prompt begins with the same tokens. They can also be computed again: that is always
+possible, and needs no way at all. Which is faster? Three numbers decide: bytes per token, operations per
+token, and how fast both go here.
 """
 
 # %% [markdown]
 # ## Operations per byte
-# Chapter 2 counted what a token leaves behind: a key and a value of ``head_dim`` numbers, for each layer and KV head.
-# Chapter 13 counted what it costs: 2 operations per weight, and attention. A prompt of *n* tokens has about n²/2 pairs
-# of a query and a key, each 4 · ``head_dim`` operations in every head and layer.
+# Chapter 2 counted what a token leaves behind: a key and a value of ``head_dim`` numbers, for each layer and
+# KV head. Chapter 13 counted what it costs: 2 operations per weight, and attention. A prompt of *n* tokens
+# has about n²/2 pairs of a query and a key, each 4 · ``head_dim`` operations in every head and layer.
 #
 # A machine that does F operations per second, and a way that carries B bytes per second, are equally fast if
 # B = F · bytes / operations. That is the *border*: a faster way pays, a slower one does not.
@@ -46,7 +48,8 @@ lesson = Lesson(__doc__)
 
 @dataclass(frozen=True)
 class Model:
-    """weights: multiplied with each token, so without embedding and head. value_bytes: of a number in the cache."""
+    """weights: multiplied with each token, so without embedding and head.
+    value_bytes: of a number in the cache."""
 
     layers: int
     heads: int
@@ -76,7 +79,9 @@ MODELS = {
 }
 lesson.heading("Bytes of a token, on paper")
 for name, expected in (("SmolLM2-135M", 46_080), ("Llama 3.1 8B", 131_072)):
-    lesson.predict(f"bytes of a token of {name}", expected, "2 · layers · KV heads · head_dim · bytes of a number")
+    lesson.predict(
+        f"bytes of a token of {name}", expected, "2 · layers · KV heads · head_dim · bytes of a number"
+    )
     lesson.measure(f"bytes of a token of {name}", MODELS[name].token_bytes)
 lesson.bars(
     "t20_intensity",
@@ -86,14 +91,16 @@ lesson.bars(
 )
 
 # %% [markdown]
-# So a *larger* model is easier to feed: from 8B to 70B the weights grow tenfold, but keys and values only 2.5-fold. KV
-# heads that four query heads share help fourfold, from Llama 2 7B to Llama 3.1 8B. A mixture of experts (chapter 17) is
-# cheap to compute, but its keys and values are no smaller: there the way must be faster.
+# So a *larger* model is easier to feed: from 8B to 70B the weights grow tenfold, but keys and values only
+# 2.5-fold. KV heads that four query heads share help fourfold, from Llama 2 7B to Llama 3.1 8B. A mixture of
+# experts (chapter 17) is cheap to compute, but its keys and values are no smaller: there the way must be
+# faster.
 #
 # ## The border moves with the length
-# Bytes grow with n, attention with n². So long prompts are worth bringing over ways that do not pay for short ones.
-# The border has fallen to half where attention costs as much as the weights: predict that length. Then draw the map
-# for a GPU that does 400 · 10¹² operations per second, which is what an H100 may reach in practice.
+# Bytes grow with n, attention with n². So long prompts are worth bringing over ways that do not pay for short
+# ones. The border has fallen to half where attention costs as much as the weights: predict that length. Then
+# draw the map for a GPU that does 400 · 10¹² operations per second, which is what an H100 may reach in
+# practice.
 
 # %%
 lesson.heading("Llama 3.1 8B at 400 Tops/s")
@@ -118,7 +125,9 @@ def draw_map(name: str, title: str, lengths: list[str], gains: dict[str, list[fl
     rows: dict[str, list[Cell]] = {"tokens": [(length, "") for length in lengths]}
     for way, values in gains.items():
         rows[way] = [(f"{gain:.2g}", "cached" if gain >= 1 else "wasted") for gain in values]
-    lesson.cells(name, f"{title}: times that bringing is faster", rows, {"cached": "bring", "wasted": "compute"})
+    lesson.cells(
+        name, f"{title}: times that bringing is faster", rows, {"cached": "bring", "wasted": "compute"}
+    )
 
 
 draw_map(
@@ -137,18 +146,18 @@ lesson.curves(
 )
 
 # %% [markdown]
-# Ten times as fast a GPU needs ten times as fast a way, and on a slow one nearly every way pays. "Does it pay?" is thus
-# no question about a connector; it is one about a machine.
+# Ten times as fast a GPU needs ten times as fast a way, and on a slow one nearly every way pays. "Does it
+# pay?" is thus no question about a connector; it is one about a machine.
 #
 # ## The same in the engine
-# A random model of four layers. First the numbers that no clock decides. A pool of 33 blocks holds one prompt of 513
-# tokens, 32 full blocks and a token. A second prompt evicts it. ``OffloadingConnector`` has copied every full block to
-# host memory, so the first prompt comes back without being computed, but for its last token: one must run to give
-# logits.
+# A random model of four layers. First the numbers that no clock decides. A pool of 33 blocks holds one prompt
+# of 513 tokens, 32 full blocks and a token. A second prompt evicts it. ``OffloadingConnector`` has copied
+# every full block to host memory, so the first prompt comes back without being computed, but for its last
+# token: one must run to give logits.
 #
-# Without a connector the prompt is computed again. The engine's attention without compiling, as here, multiplies all
-# pairs and masks half of them. What follows the attention of the last layer runs for one row, padded to two (chapter
-# 13); a step of a single token is not padded here.
+# Without a connector the prompt is computed again. The engine's attention without compiling, as here,
+# multiplies all pairs and masks half of them. What follows the attention of the last layer runs for one row,
+# padded to two (chapter 13); a step of a single token is not padded here.
 
 # %%
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 384, 1024, 4, 6, 2, 64, 512, 16
@@ -195,7 +204,9 @@ def generate(llm: LLM, number: int, tokens: int) -> tuple[int, int, int]:
     """(first token of the answer, prompt tokens that were not computed, operations)."""
     with FlopCounterMode(display=False) as flops, AttentionPairs() as pairs:
         [output] = llm.generate(prompt(number, tokens), ONE_TOKEN, use_tqdm=False)
-    products = sum(count for name, count in flops.get_flop_counts()["Global"].items() if str(name).endswith("mm"))
+    products = sum(
+        count for name, count in flops.get_flop_counts()["Global"].items() if str(name).endswith("mm")
+    )
     return output.outputs[0].token_ids[0], output.num_cached_tokens, products + pairs.operations
 
 
@@ -203,7 +214,9 @@ lesson.heading("A prompt of 513 tokens, evicted, and asked for again")
 LONG = 513
 last_rows = 2 * 2 * (BEHIND + HIDDEN * VOCAB)
 again = 2 * LONG * int(small.weights) + 4 * LAYERS * HEADS * DIM * LONG**2 + last_rows
-lesson.predict("operations of computing it", again, "2 per weight and token, 4 · 64 per pair, the end for 2 rows")
+lesson.predict(
+    "operations of computing it", again, "2 per weight and token, 4 · 64 per pair, the end for 2 rows"
+)
 lesson.predict("bytes of a token", small.token_bytes, "2 · 4 layers · 2 KV heads · 64 · 4 bytes")
 lesson.predict("blocks that come back", 32, "all that were full")
 lesson.predict("products of a single token", 2 * int(small.weights) + last_rows // 2, "every weight once")
@@ -218,14 +231,16 @@ lesson.measure("blocks that come back", tier.num_loaded_blocks)
 single = offloaded[2][2] - 4 * LAYERS * HEADS * DIM * LONG
 lesson.measure("products of a single token", single)
 lesson.check([one[0] for one in plain] == [one[0] for one in offloaded], "the answers are the same")
-lesson.check((plain[2][1], offloaded[2][1]) == (0, 512), "without a connector nothing is found, with it 512 tokens")
+lesson.check(
+    (plain[2][1], offloaded[2][1]) == (0, 512), "without a connector nothing is found, with it 512 tokens"
+)
 
 # %% [markdown]
 # ## Ways of this machine
 # Now the clock. Three ways: a plain copy in memory; a socket between two threads, by the pipe of
-# ``LookupBufferConnector``, a block after the other; and a directory as ``SharedStorageConnector`` reads it, a file per
-# block, each held against its digest. Times depend on the machine and on what else it does, so they are shown and not
-# checked.
+# ``LookupBufferConnector``, a block after the other; and a directory as ``SharedStorageConnector`` reads it,
+# a file per block, each held against its digest. Times depend on the machine and on what else it does, so
+# they are shown and not checked.
 #
 # How many operations per second the engine does is taken from one prompt of 513 tokens.
 
@@ -276,7 +291,9 @@ rate = small.operations(LONG) / max(computed[LONG] - floor, 1e-6)
 with start("SharedStorageConnector", shared_storage_path=directory.name) as llm:
     for tokens in PROMPTS:
         seconds_to_answer(llm, tokens)
-lesson.predict("blocks found by another engine", sum(tokens // BLOCK for tokens in PROMPTS), "all full blocks")
+lesson.predict(
+    "blocks found by another engine", sum(tokens // BLOCK for tokens in PROMPTS), "all full blocks"
+)
 with start("SharedStorageConnector", shared_storage_path=directory.name) as llm:
     brought = {tokens: seconds_to_answer(llm, tokens) for tokens in PROMPTS}
     [tier] = llm.get_metrics().kv_transfer
@@ -286,7 +303,8 @@ lesson.bars(
     "t20_ways",
     f"Ways, and the border of 513 tokens at {rate / 1e9:.0f} Gops/s",
     {
-        "copy": copy_bandwidth(torch.device("cpu"), 2**24) / 2e9,  # it counts what is read and what is written
+        "copy": copy_bandwidth(torch.device("cpu"), 2**24)
+        / 2e9,  # it counts what is read and what is written
         "socket": socket_bandwidth() / 1e9,
         "directory": tier.num_loaded_blocks * tier.block_bytes / max(tier.load_seconds, 1e-9) / 1e9,
         "border": border / 1e9,
@@ -306,14 +324,14 @@ lesson.curves(
 )
 
 # %% [markdown]
-# A load also costs what no bandwidth says: a look-up, a thread that wakes, a file per block. That is why short prompts
-# gain less than long ones.
+# A load also costs what no bandwidth says: a look-up, a thread that wakes, a file per block. That is why
+# short prompts gain less than long ones.
 #
 # ## The map, measured
-# On a CPU all of these ways may be far above the border. So let them be slower: a connector of our own waits for each
-# block as long as its bytes would take. Its bandwidths are that of the border, half of it, and more. The formula from
-# above predicts the map; a prompt that is brought, and one that is computed, both pay for a step besides, measured with
-# a prompt of one token. Then the engine answers each prompt over each way.
+# On a CPU all of these ways may be far above the border. So let them be slower: a connector of our own waits
+# for each block as long as its bytes would take. Its bandwidths are that of the border, half of it, and more.
+# The formula from above predicts the map; a prompt that is brought, and one that is computed, both pay for a
+# step besides, measured with a prompt of one token. Then the engine answers each prompt over each way.
 
 
 # %%
@@ -351,7 +369,8 @@ for factor in (0.5, 1.0, 2.0, 4.0, 8.0):
     way = factor * border
     label = f"{way / 1e6:,.1f} MB/s"
     predicted[label] = [
-        (floor + small.operations(tokens) / rate) / (floor + tokens // BLOCK * SIZE / way) for tokens in PROMPTS
+        (floor + small.operations(tokens) / rate) / (floor + tokens // BLOCK * SIZE / way)
+        for tokens in PROMPTS
     ]
     with start("SlowConnector", shared_storage_path=directory.name, bytes_per_second=way) as llm:
         measured[label] = [computed[tokens] / seconds_to_answer(llm, tokens, tries=2) for tokens in PROMPTS]
@@ -361,42 +380,53 @@ for name, title, gains in (("predicted", "Predicted", predicted), ("measured", "
     draw_map(f"t20_{name}", title, [str(tokens) for tokens in PROMPTS], gains)
 same = sum((a >= 1) == (b >= 1) for label in predicted for a, b in zip(predicted[label], measured[label]))
 lesson.say(
-    f"  {same} of 25 places are on the predicted side. On the border either may win, and short prompts lose to "
+    f"  {same} of 25 places are on the predicted side. On the border either may win, and short prompts lose "
+    "to "
     "what a load costs besides."
 )
 
 # %% [markdown]
-# Computing fills the machine; bringing leaves it to other requests. So a way that is a little slower than the border
-# can still pay for a server that is busy, which this map of a single request does not show.
+# Computing fills the machine; bringing leaves it to other requests. So a way that is a little slower than the
+# border can still pay for a server that is busy, which this map of a single request does not show.
 #
 # ## Exercises
 
 
 # %%
-@lesson.exercise("Keys and values of Llama 3.1 8B in 8 bits in place of 16, or weights in 4: what moves the border?")
+@lesson.exercise(
+    "Keys and values of Llama 3.1 8B in 8 bits in place of 16, or weights in 4: what moves the border?"
+)
 def smaller() -> str:
     eight = Model(32, 32, 8, 128, 6.98e9, value_bytes=1)
     assert eight.border(1000, RATE) == llama.border(1000, RATE) / 2
     return (
         "a cache in 8 bits halves it, to "
-        f"{eight.border(1000, RATE) / 1e9:.1f} GB/s for 1,000 tokens; weights in 4 bits take as many operations for a "
+        f"{eight.border(1000, RATE) / 1e9:.1f} GB/s for 1,000 tokens; weights in 4 bits take as many "
+        "operations for a "
         "prompt as before, so they move it only as far as they change the rate"
     )
 
 
 @lesson.exercise(
-    "A network of 100 Gbit/s takes 20 ms before the first byte. From which length on does it pay for Llama 3.1 8B?"
+    "A network of 100 Gbit/s takes 20 ms before the first byte. From which length on does it pay for Llama "
+    "3.1 8B?"
 )
 def latency() -> str:
     way = WAYS["network, 100 Gbit/s"]
-    shortest = next(n for n in range(1, 10_000) if 0.02 + n * llama.token_bytes / way < llama.operations(n) / RATE)
+    shortest = next(
+        n for n in range(1, 10_000) if 0.02 + n * llama.token_bytes / way < llama.operations(n) / RATE
+    )
     estimate = 0.02 / (2 * llama.weights / RATE - llama.token_bytes / way)
     assert 0.9 * estimate < shortest < estimate
-    return f"from {shortest:,} tokens on, {estimate:,.0f} if attention is left out; without the wait it always pays"
+    return (
+        f"from {shortest:,} tokens on, {estimate:,.0f} if attention is left out; without the wait it always "
+        "pays"
+    )
 
 
 @lesson.exercise(
-    "Why not both: compute a prompt from its beginning while its end is brought? 32,000 tokens of Llama 3.1 8B, over a "
+    "Why not both: compute a prompt from its beginning while its end is brought? 32,000 tokens of Llama 3.1 "
+    "8B, over a "
     "way that is exactly as fast as computing. (Jin et al. 2024. The engine here does one or the other.)"
 )
 def both() -> str:
@@ -411,7 +441,8 @@ def both() -> str:
     best = min(range(0, tokens + 1, 10), key=seconds)
     assert best > tokens / 2 and 0.4 < seconds(best) / alone < 0.5
     return (
-        f"{best:,} are computed and the others brought, in {seconds(best) / alone:.0%} of the time: less than half, "
+        f"{best:,} are computed and the others brought, in {seconds(best) / alone:.0%} of the time: less "
+        "than half, "
         "since early tokens have few keys to attend to"
     )
 

@@ -1,16 +1,18 @@
-"""21 · Prefill and decode apart: a second engine computes the prompts, and the tail of the gaps goes with them.
+"""21 · Prefill and decode apart:
+a second engine computes the prompts, and the tail of the gaps goes with them.
 
-Chapter 7 cut long prompts into chunks, so that streams wait no longer than a full step takes. They still wait: most
-gaps between two tokens are short, and each prompt brings a few long ones. Readers notice those. *Disaggregated* serving
-gives the prompts to another engine, and brings the keys and values from there (chapter 20). What does it change, and
-who pays? (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024.)
+Chapter 7 cut long prompts into chunks, so that streams wait no longer than a full step takes. They still
+wait: most gaps between two tokens are short, and each prompt brings a few long ones. Readers notice those.
+*Disaggregated* serving gives the prompts to another engine, and brings the keys and values from there
+(chapter 20). What does it change, and who pays? (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024.)
 """
 
 # %% [markdown]
 # ## A clock for the scheduler
-# As in chapter 7 a step of n tokens is assumed to take 32 + n: the weights, and the tokens. Four streams are written;
-# every 1,600 a prompt of 480 tokens arrives, which wants an answer of 8. A gap is the time between two tokens of a
-# stream. Half of all gaps are no longer than the one called p50, and 99 of 100 no longer than p99.
+# As in chapter 7 a step of n tokens is assumed to take 32 + n: the weights, and the tokens. Four streams are
+# written; every 1,600 a prompt of 480 tokens arrives, which wants an answer of 8. A gap is the time between
+# two tokens of a stream. Half of all gaps are no longer than the one called p50, and 99 of 100 no longer than
+# p99.
 
 # %%
 from __future__ import annotations
@@ -44,7 +46,8 @@ WAY = 0.1
 
 @dataclass
 class Engine:
-    """The engine's own scheduler and a clock. came: when each token of a request came. strip: tokens of the steps."""
+    """The engine's own scheduler and a clock. came: when each token of a request came.
+    strip: tokens of the steps."""
 
     budget: int = 512
     now: float = 0.0
@@ -119,7 +122,9 @@ def apart(every: int = EVERY, way: float = WAY) -> tuple[Engine, Engine]:
 
 def waits_of(engine: Engine) -> list[float]:
     """From the arrival of each prompt to its first token, in the order of arrival."""
-    return [times[0] - float(name[1:]) for name, times in engine.came.items() if name.startswith("P") and times]
+    return [
+        times[0] - float(name[1:]) for name, times in engine.came.items() if name.startswith("P") and times
+    ]
 
 
 def first_token(engine: Engine) -> float:
@@ -153,22 +158,26 @@ def strip(engine: Engine, rows: Sequence[str], start: int) -> dict[str, list[Cel
     for row in rows:
         counts = [sum(n for name, n in step.items() if name.startswith(row)) for step in shown]
         most = [max([n for name, n in step.items() if name.startswith(row)], default=0) for step in shown]
-        found[row] = [(str(n) if n else "", kinds.get(m, "prompt") if n else "") for n, m in zip(counts, most)]
+        found[row] = [
+            (str(n) if n else "", kinds.get(m, "prompt") if n else "") for n, m in zip(counts, most)
+        ]
     return found
 
 
 begin = next(number for number, step in enumerate(one.strip) if f"P{EVERY}" in step)
-lesson.cells("t21_together", "One engine: tokens of streams (S) and of prompts (P)", strip(one, "SP", begin - 2))
+lesson.cells(
+    "t21_together", "One engine: tokens of streams (S) and of prompts (P)", strip(one, "SP", begin - 2)
+)
 begin = next(number for number, step in enumerate(decode.strip) if f"P{EVERY}" in step)
 lesson.cells("t21_apart", "The decode engine", strip(decode, "SP", begin - 2))
 
 # %% [markdown]
-# The middle of the gaps is what it was, and so is the first token of a prompt. What has gone is the tail: the decode
-# engine never computes a chunk.
+# The middle of the gaps is what it was, and so is the first token of a prompt. What has gone is the tail: the
+# decode engine never computes a chunk.
 #
 # ## Is that not what small chunks are for?
-# A smaller budget shortens the tail of one engine, too. Predict p99 for budgets from 512 down to 40, and look at the
-# first token of a prompt, which has to pay for it.
+# A smaller budget shortens the tail of one engine, too. Predict p99 for budgets from 512 down to 40, and look
+# at the first token of a prompt, which has to pay for it.
 
 # %%
 lesson.heading("p99 for each budget of one engine")
@@ -179,7 +188,11 @@ tails = [percentile(engine.gaps(), 0.99) for engine in served]
 lesson.measure("p99 for each budget", tails)
 tail = percentile(decode.gaps(), 0.99)
 lesson.curves(
-    "t21_tail", "The tail", budgets, {"one engine": tails, "1P1D": [tail] * len(budgets)}, "token budget, p99 of gaps"
+    "t21_tail",
+    "The tail",
+    budgets,
+    {"one engine": tails, "1P1D": [tail] * len(budgets)},
+    "token budget, p99 of gaps",
 )
 firsts = [first_token(engine) for engine in served]
 lesson.curves(
@@ -193,17 +206,19 @@ is_worse = tails[0] > 1.9 * tail and firsts[0] > 1.5 * first_token(decode)
 lesson.check(is_worse, "a budget of 40 has a longer tail and a later first token than 1P1D")
 
 # %% [markdown]
-# One engine can have a short tail or an early first token. Apart they have both, since no step holds both kinds of
-# work.
+# One engine can have a short tail or an early first token.
+# Apart they have both, since no step holds both kinds of work.
 #
 # ## The bill
-# There are two engines now, with the weights in both. What does the prefill engine do with its time? And what would two
-# engines do of which each has half of the streams and half of the prompts, with a budget of 128?
+# There are two engines now, with the weights in both. What does the prefill engine do with its time? And what
+# would two engines do of which each has half of the streams and half of the prompts, with a budget of 128?
 
 # %%
 lesson.heading("Two machines")
 lesson.predict("busy share of the prefill engine", (WEIGHTS + PROMPT) / EVERY, "a prompt, every 1,600")
-lesson.predict("p99 of two engines that do everything", WEIGHTS + BUDGET, "each has half of the prompts, so long gaps")
+lesson.predict(
+    "p99 of two engines that do everything", WEIGHTS + BUDGET, "each has half of the prompts, so long gaps"
+)
 lesson.measure("busy share of the prefill engine", prefill.busy / (END - EVERY), within=0.05)
 half = together(BUDGET, every=2 * EVERY, count=STREAMS // 2)
 lesson.measure("p99 of two engines that do everything", percentile(half.gaps(), 0.99))
@@ -220,21 +235,22 @@ lesson.bars(
     "time",
 )
 lesson.say(
-    "  Two machines shorten the mean gap either way, and by how much depends on the load. Only one way shortens the "
+    "  Two machines shorten the mean gap either way, and by how much depends on the load. Only one way "
+    "shortens the "
     "tail."
 )
 
 # %% [markdown]
-# For two thirds of the time the prefill engine is idle here; with more prompts it is the first tokens that wait for it.
-# Engines that do everything have no such seam: any of them takes what comes. So separate prefill buys tail latency, not
-# throughput, and it needs the two kinds of work in the proportion of the machines.
+# For two thirds of the time the prefill engine is idle here; with more prompts it is the first tokens that
+# wait for it. Engines that do everything have no such seam: any of them takes what comes. So separate prefill
+# buys tail latency, not throughput, and it needs the two kinds of work in the proportion of the machines.
 #
 # ## The same with engines
-# Now two engines compute. A random model; streams, and prompts of 481 tokens. The prefill engine saves the 30 full
-# blocks of each prompt in a directory (``SharedStorageConnector``, as producer), and the decode engine, a consumer,
-# loads them and computes the last token. A server would send them over a socket: ``minivllm serve --disaggregated
-# 1P1D``. Counted is what the engine computes between two tokens of a stream; that depends on no clock. Milliseconds do:
-# both engines share the cores of this machine, so they are shown and not checked.
+# Now two engines compute. A random model; streams, and prompts of 481 tokens. The prefill engine saves the 30
+# full blocks of each prompt in a directory (``SharedStorageConnector``, as producer), and the decode engine,
+# a consumer, loads them and computes the last token. A server would send them over a socket: ``minivllm serve
+# --disaggregated 1P1D``. Counted is what the engine computes between two tokens of a stream; that depends on
+# no clock. Milliseconds do: both engines share the cores of this machine, so they are shown and not checked.
 #
 # With ``TUTORIAL_MODEL=smollm2`` in the environment a real model is asked instead.
 
@@ -250,7 +266,11 @@ def start(directory: str = "", role: str = "") -> LLM:
         "kv_role": role,
         "kv_connector_extra_config": {"shared_storage_path": directory},
     }
-    given: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_model_len": 2048, "num_gpu_blocks_override": 600}
+    given: dict[str, Any] = {
+        "max_num_batched_tokens": BUDGET,
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 600,
+    }
     if NAMED is not None:
         given |= {"model": NAMED, "load_format": "auto", "enforce_eager": False}
         given |= {"compile_in_background": False}
@@ -263,8 +283,8 @@ def prompt(number: int, tokens: int) -> dict[str, list[int]]:
 
 @dataclass
 class Served:
-    """gaps: seconds between tokens of the streams, while prompts come. counts: tokens computed in those steps.
-    answers: tokens by request."""
+    """gaps: seconds between tokens of the streams, while prompts come.
+    counts: tokens computed in those steps. answers: tokens by request."""
 
     gaps: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -280,7 +300,9 @@ def serve(llm: LLM, prefill: LLM | None = None, directory: str = "") -> Served:
     def read(number: int) -> None:
         """What the prefill engine does with a book."""
         if prefill is not None:
-            prefill.generate(prompt(100 + number, LONG), SamplingParams(max_tokens=1, **GREEDY), use_tqdm=False)
+            prefill.generate(
+                prompt(100 + number, LONG), SamplingParams(max_tokens=1, **GREEDY), use_tqdm=False
+            )
             while len(list(Path(directory).rglob("[0-9a-f]*.safetensors"))) < (number + 1) * (LONG // BLOCK):
                 time.sleep(0.001)
         ready.append(number)
@@ -292,7 +314,9 @@ def serve(llm: LLM, prefill: LLM | None = None, directory: str = "") -> Served:
             readers[-1].start()
         while ready:
             number = ready.popleft()
-            engine.add_request(f"B{number}", prompt(100 + number, LONG), SamplingParams(max_tokens=ANSWER, **GREEDY))
+            engine.add_request(
+                f"B{number}", prompt(100 + number, LONG), SamplingParams(max_tokens=ANSWER, **GREEDY)
+            )
         outputs, now = engine.step(), time.perf_counter()
         steps += 1
         for output in outputs:
@@ -339,9 +363,10 @@ lesson.bars(
 )
 
 # %% [markdown]
-# ``minivllm bench disaggregated smollm2`` measures this with servers and a proxy, in turn with one engine: TTFT by the
-# length of the prompt, and gaps under a load of prompts. On one host the two engines share cores and memory bandwidth,
-# so a prompt that is computed next door still slows the streams; only the chunks in their own steps have gone.
+# ``minivllm bench disaggregated smollm2`` measures this with servers and a proxy, in turn with one engine:
+# TTFT by the length of the prompt, and gaps under a load of prompts. On one host the two engines share cores
+# and memory bandwidth, so a prompt that is computed next door still slows the streams; only the chunks in
+# their own steps have gone.
 #
 # ## Exercises
 
@@ -356,7 +381,8 @@ def too_many() -> str:
     late, own = waits_of(behind), waits_of(half)
     assert late[-1] > 3 * late[0] and max(own) < 2 * own[0]
     return (
-        f"{late[-1]:,.0f} apart, and it grows by 32 with each prompt, since one takes 512; {own[-1]:,.0f} with two "
+        f"{late[-1]:,.0f} apart, and it grows by 32 with each prompt, since one takes 512; {own[-1]:,.0f} "
+        "with two "
         f"engines, whose mean gap is {mean(half.gaps()):.0f} against {mean(decode.gaps()):.0f}"
     )
 
@@ -367,17 +393,24 @@ def slow_way() -> str:
     assert percentile(slow.gaps(), 0.99) == tail
     later = first_token(slow) - first_token(decode)
     assert 0.8 < later / (0.9 * PROMPT) < 1.2
-    return f"no gap; first tokens come {later:.0f} later, as 0.9 of 480 says. Chapter 20 says when that still pays"
+    return (
+        f"no gap; first tokens come {later:.0f} later, as 0.9 of 480 says. Chapter 20 says when that still "
+        "pays"
+    )
 
 
-@lesson.exercise("Which gap would the decode engine have if a prompt's last block, up to 16 tokens, were not full?")
+@lesson.exercise(
+    "Which gap would the decode engine have if a prompt's last block, up to 16 tokens, were not full?"
+)
 def last_block() -> str:
     decode = streams(Engine())
     for arrival in range(EVERY, END, EVERY):
         decode.run(arrival).add(f"P{arrival}", BLOCK, ANSWER)
     found = percentile(decode.run(END).gaps(), 0.99)
     assert found == WEIGHTS + STREAMS + BLOCK
-    return f"{found:.0f}: whole blocks travel, and what is behind them is computed where the answer is written"
+    return (
+        f"{found:.0f}: whole blocks travel, and what is behind them is computed where the answer is written"
+    )
 
 
 lesson.passed(

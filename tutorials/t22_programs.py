@@ -1,8 +1,8 @@
 """22 · Programs: a prefix that never changes is computed once.
 
-Programs on top of a model ask many times: a chain of turns, several branches, a choice among texts. Each request begins
-with the text before. An engine that keeps keys and values has computed that already, if the tokens are the same. How
-many tokens remain? (SGLang, Zheng et al. 2024.)
+Programs on top of a model ask many times: a chain of turns, several branches, a choice among texts. Each
+request begins with the text before. An engine that keeps keys and values has computed that already, if the
+tokens are the same. How many tokens remain? (SGLang, Zheng et al. 2024.)
 """
 
 # %% [markdown]
@@ -44,10 +44,11 @@ def computed(llm: LLM, work: object, *given: object) -> int:
 
 # %% [markdown]
 # ## Branches
-# The program generates a plan, and several branches go on from it. What was sampled is appended as it was sampled, and
-# an appended text is tokenised by itself. So all branches have the tokens of the plan, and only the last of them has
-# not been computed yet: it was sampled, and nothing came after it. The engine shares whole blocks, and copies the block
-# in which two texts part if at least 8 of its tokens are the same. Here they are.
+# The program generates a plan, and several branches go on from it. What was sampled is appended as it was
+# sampled, and an appended text is tokenised by itself. So all branches have the tokens of the plan, and only
+# the last of them has not been computed yet: it was sampled, and nothing came after it. The engine shares
+# whole blocks, and copies the block in which two texts part if at least 8 of its tokens are the same. Here
+# they are.
 
 
 # %%
@@ -92,9 +93,9 @@ lesson.cells(
 
 # %% [markdown]
 # ## A choice
-# The score of a text is the mean logprob of its tokens. The logits after token i predict token i + 1, so the last token
-# of the prompt must be computed with each choice. If all choices are single tokens, one request gives the logprobs of
-# all of them.
+# The score of a text is the mean logprob of its tokens. The logits after token i predict token i + 1, so the
+# last token of the prompt must be computed with each choice. If all choices are single tokens, one request
+# gives the logprobs of all of them.
 
 
 # %%
@@ -106,8 +107,12 @@ async def choice(s: State, choices: list[str]) -> str:
 
 
 lesson.heading("A choice among four texts")
-lesson.predict("four texts of 3 tokens", length + 4 * (1 + 3), "the prompt once, then one token and the choice, each")
-lesson.predict("four single tokens", length + 1, "one request, which computes the last token of the prompt again")
+lesson.predict(
+    "four texts of 3 tokens", length + 4 * (1 + 3), "the prompt once, then one token and the choice, each"
+)
+lesson.predict(
+    "four single tokens", length + 1, "one request, which computes the last token of the prompt again"
+)
 with LLM(**arguments) as llm:
     lesson.measure("four texts of 3 tokens", computed(llm, choice, ["one", "two", "six", "ten"]))
     lesson.measure("four single tokens", computed(llm, choice, ["1", "2", "6", "9"]))
@@ -126,13 +131,19 @@ def by_blocks() -> str:
     return f"{count:,}: each branch computes {length + PLAN - shared} tokens of the plan again"
 
 
-@lesson.exercise("Sampled tokens stay as they were sampled. Show a text whose tokens would change if it were sent.")
+@lesson.exercise(
+    "Sampled tokens stay as they were sampled. Show a text whose tokens would change if it were sent."
+)
 def sampled_tokens() -> str:
     merged = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     assert merged.encode("ab").ids == [2]
-    return "a model may sample 'a' and then 'b'; as a text that is the one token 'ab', and no block is found again"
+    return (
+        "a model may sample 'a' and then 'b'; as a text that is the one token 'ab', and no block is found "
+        "again"
+    )
 
 
 lesson.passed(
-    f"{counts[1]} instead of {counts[0]:,} tokens for four branches", "a choice computes one token more than it has"
+    f"{counts[1]} instead of {counts[0]:,} tokens for four branches",
+    "a choice computes one token more than it has",
 )

@@ -1,19 +1,22 @@
 """23 · Copy-on-write: texts share a block until one of them differs.
 
-Eight answers to one prompt have the prompt in common, and so has every beam of a beam search. Chapter 6 shares whole
-blocks by their hashes. But a prompt rarely ends where a block does. What happens to the block in which texts part?
+Eight answers to one prompt have the prompt in common, and so has every beam of a beam search. Chapter 6
+shares whole blocks by their hashes. But a prompt rarely ends where a block does. What happens to the block in
+which texts part?
 """
 
 # %% [markdown]
 # ## Share, write, copy
-# PagedAttention, and with it vLLM V0, shared *all* blocks of a sequence that was forked, and counted the users of each.
-# A block with several users must not be written. So a sequence that appends a token looks at its last block:
+# PagedAttention, and with it vLLM V0, shared *all* blocks of a sequence that was forked, and counted the
+# users of each. A block with several users must not be written. So a sequence that appends a token looks at
+# its last block:
 #
 # 1. The block is full: take a new one.
 # 2. It has one user: write into it.
 # 3. It has several: **copy** it, write into the copy, and give up the shared one.
 #
-# Below is that rule over the block pool of this engine. A dictionary stands for the memory: block id -> tokens.
+# Below is that rule over the block pool of this engine.
+# A dictionary stands for the memory: block id -> tokens.
 
 # %%
 from __future__ import annotations
@@ -74,14 +77,17 @@ class Sequences:
         return {name: [self._cell(block) for block in table] for name, table in self.tables.items()}
 
     def _cell(self, block: KVCacheBlock) -> Cell:
-        return f"{block.block_id}: {self.memory[block.block_id]}", "cached" if block.ref_count > 1 else "prompt"
+        return (
+            f"{block.block_id}: {self.memory[block.block_id]}",
+            "cached" if block.ref_count > 1 else "prompt",
+        )
 
 
 LEGEND = {"cached": "shared", "prompt": "of one sequence"}
 
 # %% [markdown]
-# Three answers, A, B and C, to a prompt of seven tokens: one block of four, and one that has room for a fourth token.
-# Each appends a different token, in this order. Who copies?
+# Three answers, A, B and C, to a prompt of seven tokens: one block of four, and one that has room for a
+# fourth token. Each appends a different token, in this order. Who copies?
 
 # %%
 lesson.heading("A prompt of 7 tokens, forked twice")
@@ -107,8 +113,8 @@ texts_agree = all(forks.text(name) == [*range(1, 8), 70 + n] for n, name in enum
 lesson.check(texts_agree, "each sequence reads its own text")
 
 # %% [markdown]
-# Whether forks happen at the end of a block or inside one decides everything: *n* sequences make *n* - 1 copies inside
-# a block, and none at its end, since then all of them take a new block anyway.
+# Whether forks happen at the end of a block or inside one decides everything: *n* sequences make *n* - 1
+# copies inside a block, and none at its end, since then all of them take a new block anyway.
 
 # %%
 lesson.heading("n = 8, prompts of 5 to 12 tokens")
@@ -133,22 +139,25 @@ lesson.measure("copies", [copies_of(8, length) for length in lengths])
 
 # %% [markdown]
 # ## The same without forks
-# V1 has no forks: the answers of *n* = 8 are eight requests with the same prompt, and the prefix cache finds what they
-# have in common. That alone shares whole blocks, and computes the rest eight times. This engine also keeps an index of
-# how texts go on inside a block (``kv_cache/blocks/continuations.py``), and copies **when a request is admitted**: the
-# copy is ordered before the first write, by the scheduler, so no step looks at user counts before it writes.
+# V1 has no forks: the answers of *n* = 8 are eight requests with the same prompt, and the prefix cache finds
+# what they have in common. That alone shares whole blocks, and computes the rest eight times. This engine
+# also keeps an index of how texts go on inside a block (``kv_cache/blocks/continuations.py``), and copies
+# **when a request is admitted**: the copy is ordered before the first write, by the scheduler, so no step
+# looks at user counts before it writes.
 #
-# It needs no parent either. A retry, the next turn of a conversation and a stranger's request with the same system
-# prompt find the block in the same way.
+# It needs no parent either. A retry, the next turn of a conversation and a stranger's request with the same
+# system prompt find the block in the same way.
 #
-# One token of every request must be computed, to have logits. So of a prompt of *p* tokens at most *p* - 1 are reused.
-# With blocks of 64 and *n* = 8:
+# One token of every request must be computed, to have logits. So of a prompt of *p* tokens at most *p* - 1
+# are reused. With blocks of 64 and *n* = 8:
 
 # %%
 SIZE, N = 64, 8
 
 
-def admitted(prompts: list[list[int]], to_the_token: bool = True, max_tokens: int = 1) -> tuple[int, list[BlockCopy]]:
+def admitted(
+    prompts: list[list[int]], to_the_token: bool = True, max_tokens: int = 1
+) -> tuple[int, list[BlockCopy]]:
     """(tokens computed, blocks copied) by the real scheduler for requests that come together."""
     least = 8 if to_the_token else None
     manager = KVCacheManager([FullAttentionManager(400, SIZE)], max_model_len=4096, min_copied_tokens=least)
@@ -166,16 +175,22 @@ def admitted(prompts: list[list[int]], to_the_token: bool = True, max_tokens: in
 lesson.heading("Tokens computed for 8 answers to one prompt")
 inside, border = list(range(100)), list(range(128))
 whole = [100 + 7 * (100 - 64), 128 + 7 * (128 - 64)]
-lesson.predict("whole blocks, prompts of 100 and 128", whole, "7 requests compute what is after the last whole block")
+lesson.predict(
+    "whole blocks, prompts of 100 and 128", whole, "7 requests compute what is after the last whole block"
+)
 lesson.predict("to the token", [100 + 7, 128 + 7], "7 requests compute one token")
-lesson.predict("copies", [7, 7], "as in V0 inside a block; at a border too, since the last token must run again")
+lesson.predict(
+    "copies", [7, 7], "as in V0 inside a block; at a border too, since the last token must run again"
+)
 blocks_only = [admitted([prompt] * N, to_the_token=False)[0] for prompt in (inside, border)]
 lesson.measure("whole blocks, prompts of 100 and 128", blocks_only)
 found = [admitted([prompt] * N) for prompt in (inside, border)]
 lesson.measure("to the token", [computed for computed, _ in found])
 lesson.measure("copies", [len(copied) for _, copied in found])
 sources = {copy.source for copy in found[0][1]}
-lesson.check(len(sources) == 1, "all seven copies are of one block: that of the request that computed the prompt")
+lesson.check(
+    len(sources) == 1, "all seven copies are of one block: that of the request that computed the prompt"
+)
 lesson.bars(
     "t23_tokens",
     "Prompt of 100, 8 answers",
@@ -184,21 +199,25 @@ lesson.bars(
 )
 
 # %% [markdown]
-# The seven wait one step: a block cannot be copied before it is computed. They are set aside in the step that computes
-# the prompt, and join in the next one. That trades one step of delay for 7 · 35 tokens.
+# The seven wait one step: a block cannot be copied before it is computed. They are set aside in the step that
+# computes the prompt, and join in the next one. That trades one step of delay for 7 · 35 tokens.
 #
 # ## In the engine, in bytes
-# A copy moves a whole block of every layer, whatever the number of tokens that are wanted: keys and values, for each
-# KV head. The small model of these chapters has 2 layers, 2 KV heads of 16 numbers, and float32.
+# A copy moves a whole block of every layer, whatever the number of tokens that are wanted: keys and values,
+# for each KV head. The small model of these chapters has 2 layers, 2 KV heads of 16 numbers, and float32.
 
 # %%
 lesson.heading("n = 8 in the engine")
 head_dim = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
 per_token = SHAPE["num_hidden_layers"] * 2 * SHAPE["num_key_value_heads"] * head_dim * 4
 NEW = 6
-lesson.predict("bytes of a block", SIZE * per_token, "64 tokens · 2 layers · K and V · 2 heads · 16 numbers · 4 bytes")
+lesson.predict(
+    "bytes of a block", SIZE * per_token, "64 tokens · 2 layers · K and V · 2 heads · 16 numbers · 4 bytes"
+)
 lesson.predict("bytes copied", 7 * SIZE * per_token, "7 blocks, although 35 tokens of each are wanted")
-lesson.predict("tokens computed, n = 8", 107 + N * (NEW - 1), "the prompt once, 7 last tokens, and the answers")
+lesson.predict(
+    "tokens computed, n = 8", 107 + N * (NEW - 1), "the prompt once, 7 last tokens, and the answers"
+)
 answers: list[list[list[int]]] = []
 num_copied = 0
 
@@ -223,23 +242,29 @@ for reuse in (True, False):
             lesson.measure("bytes copied", num_copied * block_bytes)
             lesson.measure("tokens computed, n = 8", llm.get_metrics().num_computed_tokens)
 lesson.check(num_copied == 7, "without reuse to the token nothing more is copied")
-lesson.check(answers[0] == answers[1], "the eight answers are those of an engine that shares whole blocks only")
-lesson.check(len({tuple(answer) for answer in answers[0]}) == N, "and they differ: no request writes into another")
+lesson.check(
+    answers[0] == answers[1], "the eight answers are those of an engine that shares whole blocks only"
+)
+lesson.check(
+    len({tuple(answer) for answer in answers[0]}) == N, "and they differ: no request writes into another"
+)
 
 # %% [markdown]
-# When does it pay? A block of an 8B model (32 layers, 8 KV heads of 128, bfloat16) has 64 · 131,072 bytes = 8.4 MB,
-# which is read and written. Computing a token reads 16 GB of weights, shared by all tokens of a step. Copies cost
-# launches as well, so this engine computes fewer than 8 tokens again instead of copying their block.
+# When does it pay? A block of an 8B model (32 layers, 8 KV heads of 128, bfloat16) has 64 · 131,072 bytes =
+# 8.4 MB, which is read and written. Computing a token reads 16 GB of weights, shared by all tokens of a step.
+# Copies cost launches as well, so this engine computes fewer than 8 tokens again instead of copying their
+# block.
 #
-# In vLLM: V0's ``BlockTable.fork`` and ``CopyOnWriteTracker`` did the above. V1 shares whole blocks by their hashes
-# (``vllm/v1/core/kv_cache_manager.py``).
+# In vLLM: V0's ``BlockTable.fork`` and ``CopyOnWriteTracker`` did the above. V1 shares whole blocks by their
+# hashes (``vllm/v1/core/kv_cache_manager.py``).
 #
 # ## Exercises
 
 
 # %%
 @lesson.exercise(
-    "Beam search forks in every step: one of four beams survives and is forked into four. Count copies for 8 steps."
+    "Beam search forks in every step: one of four beams survives and is forked into four. Count copies for 8 "
+    "steps."
 )
 def beams() -> str:
     sequences, found = Sequences(), []
@@ -258,7 +283,10 @@ def beams() -> str:
         found.append(sequences.num_copies - before)
         names = children
     assert found == [3, 3, 0, 3, 3, 3, 0, 3]
-    return f"copies per step: {found}: three inside a block, none where a block is full. The dead free their blocks"
+    return (
+        f"copies per step: {found}: three inside a block, none where a block is full. The dead free their "
+        "blocks"
+    )
 
 
 @lesson.exercise(
@@ -281,11 +309,15 @@ def without_the_copy() -> str:
     return f"all read {texts[0]}: a block that is shared and written gives the words of one user to another"
 
 
-@lesson.exercise("A second turn sends 300 prompt tokens, the answer of 50, and 20 new ones. How many are computed?")
+@lesson.exercise(
+    "A second turn sends 300 prompt tokens, the answer of 50, and 20 new ones. How many are computed?"
+)
 def second_turn() -> str:
     found = {}
     for least in (None, 8):
-        manager = KVCacheManager([FullAttentionManager(400, SIZE)], max_model_len=4096, min_copied_tokens=least)
+        manager = KVCacheManager(
+            [FullAttentionManager(400, SIZE)], max_model_len=4096, min_copied_tokens=least
+        )
         scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=4096, max_model_len=4096), manager)
         first = list(range(300))
         for name, prompt, max_tokens in (("1", first, 50), ("2", [*first, *[0] * 50, *range(900, 920)], 1)):

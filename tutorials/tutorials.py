@@ -1,7 +1,7 @@
 """Lets ``python tutorials/t04_continuous_batching.py`` run from any directory.
 
-Python looks for modules beside a script first, so a chapter's ``import tutorials.lesson`` finds this file. It puts the
-folder above on the path instead, and the package of that name takes its place.
+Python looks for modules beside a script first, so a chapter's ``import tutorials.lesson`` finds this file. It
+puts the folder above on the path instead, and the package of that name takes its place.
 """
 
 import importlib

@@ -5,10 +5,12 @@ from torch import Tensor
 
 
 def materialize(x: Tensor) -> Tensor:
-    """A copy of x. Compiled code writes it down where it would else compute x again for every element that reads it.
+    """A copy of x. Compiled code writes it down where it would else compute x again for every element that
+    reads it.
 
-    Inductor fuses whatever is computed element by element into the loops that use it. That saves memory traffic, but a
-    loop that uses each element many times repeats the work as often. ``kernels_triton_free.cpu_code`` lowers this.
+    Inductor fuses whatever is computed element by element into the loops that use it. That saves memory
+    traffic, but a loop that uses each element many times repeats the work as often.
+    ``kernels_triton_free.cpu_code`` lowers this.
     """
     copy: Tensor = torch.ops.kernels_triton_free.materialize.default(x)
     return copy

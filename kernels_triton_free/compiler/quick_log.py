@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# log(1 + f) = f P(f) for f between sqrt(1/2) - 1 and sqrt(2) - 1: what makes the largest relative error least, by
-# weighted least squares.
+# log(1 + f) = f P(f) for f between sqrt(1/2) - 1 and sqrt(2) - 1:
+# what makes the largest relative error least, by weighted least squares.
 P = (
     0.9999999403953552,
     -0.5000036358833313,
@@ -22,10 +22,11 @@ SQRT_HALF = 0x3F3504F3
 
 
 def quick_log(x: Tensor) -> Tensor:
-    """log(x) of float32 that are positive and not subnormal, within 4e-7 of its size, or near 1 of the size of x - 1.
+    """log(x) of float32 that are positive and not subnormal, within 4e-7 of its size,
+    or near 1 of the size of x - 1.
 
-    On a CPU a logarithm is a call, around which all vector registers are emptied. Here the exponent is cut off so that
-    1 + f between sqrt(1/2) and sqrt(2) is left, whose logarithm is a polynomial: eight products.
+    On a CPU a logarithm is a call, around which all vector registers are emptied. Here the exponent is cut
+    off so that 1 + f between sqrt(1/2) and sqrt(2) is left, whose logarithm is a polynomial: eight products.
     """
     exponent, f = _split(x)
     return exponent.float() * LN2 + f * _polynomial(f)

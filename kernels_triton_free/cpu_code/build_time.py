@@ -1,8 +1,8 @@
 """Changes to Inductor, so that packages of compiled code are built in less time. The code does the same.
 
-SmolLM2-135M in 4 bits was built in 145 seconds in place of 188 (two cores of Zen 3, one run each). Half of the time in
-Python had gone to simplifying indices, and two thirds of what g++ takes go to the code around the kernels (12 packages
-of a small Llama).
+SmolLM2-135M in 4 bits was built in 145 seconds in place of 188 (two cores of Zen 3, one run each). Half of
+the time in Python had gone to simplifying indices, and two thirds of what g++ takes go to the code around the
+kernels (12 packages of a small Llama).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 
 def find_strides_without_simplifying() -> None:
-    """Inductor asks how far a step of a loop moves a load, several times for each load and each loop around it. Its
-    answer simplifies the index, which takes sympy milliseconds, and it keeps 128 answers. A loop over words for some
-    rows at once has more loads than that. Where an index is made of sums and products, the difference of two steps
-    needs no more than to be multiplied out."""
+    """Inductor asks how far a step of a loop moves a load, several times for each load and each loop around
+    it. Its answer simplifies the index, which takes sympy milliseconds, and it keeps 128 answers. A loop over
+    words for some rows at once has more loads than that. Where an index is made of sums and products, the
+    difference of two steps needs no more than to be multiplied out."""
     from torch._inductor.codegen import cpp
 
     simplified = cpp.stride_at_vec_range
@@ -34,8 +34,9 @@ def find_strides_without_simplifying() -> None:
 
 
 def leave_out_checks_of_inputs() -> None:
-    """Of every size and stride of every input a package checks, if an environment variable asks for it, that it is what
-    the package was built for: half of its lines outside the kernels. The caller of a package has made the inputs."""
+    """Of every size and stride of every input a package checks, if an environment variable asks for it, that
+    it is what the package was built for: half of its lines outside the kernels. The caller of a package has
+    made the inputs."""
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.virtualized import V
 
@@ -52,9 +53,9 @@ def leave_out_checks_of_inputs() -> None:
 
 
 def include_no_tensor_library() -> None:
-    """With small tensors on the stack, a package includes all that PyTorch declares of tensors in C++, for conversions
-    that it has no use for: g++ took 20 seconds for such a package outside its kernels, and 12 without both these
-    conversions and the checks of inputs."""
+    """With small tensors on the stack, a package includes all that PyTorch declares of tensors in C++, for
+    conversions that it has no use for: g++ took 20 seconds for such a package outside its kernels, and 12
+    without both these conversions and the checks of inputs."""
     from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
 
     header = "torch/csrc/inductor/aoti_include/array_ref.h"

@@ -1,15 +1,16 @@
 """Changes to Inductor, so that it generates good code for this package, most of them on a CPU.
 
-An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a step:
-where Inductor has a node for what the operator does, that node stands in for it. Seven things in FlexAttention's
-template are changed: it allocates memory to repack all keys and values even where it repacks none, without AMX it
-multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time and
-transposes the keys anew for each, it takes half a block of keys for a whole one, it goes through scores that nothing
-changes twice, and its softmax takes longer steps than it needs. A sum over a dynamic size stays one loop, so that its
-size needs no guard, a sum over what an index points to fetches ahead, and AVX2 reads a register of integers at once and
-fetches ahead those that are summed up. The C++ compiler may round a product and the sum it is added to once instead of
-twice, which is one instruction instead of two, uses whole registers, and with AVX2 vectorises loops. On a GPU elements
-are counted in 32 bits only where that is always enough.
+An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a
+step: where Inductor has a node for what the operator does, that node stands in for it. Seven things in
+FlexAttention's template are changed: it allocates memory to repack all keys and values even where it repacks
+none, without AMX it multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys
+one query at a time and transposes the keys anew for each, it takes half a block of keys for a whole one, it
+goes through scores that nothing changes twice, and its softmax takes longer steps than it needs. A sum over a
+dynamic size stays one loop, so that its size needs no guard, a sum over what an index points to fetches
+ahead, and AVX2 reads a register of integers at once and fetches ahead those that are summed up. The C++
+compiler may round a product and the sum it is added to once instead of twice, which is one instruction
+instead of two, uses whole registers, and with AVX2 vectorises loops. On a GPU elements are counted in 32 bits
+only where that is always enough.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def patch_inductor() -> None:
 
 
 def try_to_change(patch: Callable[[], None]) -> None:
-    """PyTorch promises to keep none of these interfaces: where one has gone, code is as slow as it would be anyway."""
+    """PyTorch promises to keep none of these interfaces:
+    where one has gone, code is as slow as it would be anyway."""
     try:
         patch()
     except (ImportError, AttributeError) as error:
@@ -73,7 +75,8 @@ def try_to_change(patch: Callable[[], None]) -> None:
 
 
 def _contract_products_and_sums() -> None:
-    """Decode of 16 requests took 4 % less on two cores, attention of 32 over strips 6 %; few rows gained nothing."""
+    """Decode of 16 requests took 4 % less on two cores, attention of 32 over strips 6 %;
+    few rows gained nothing."""
     from torch._inductor import config
 
     if config.cpp.enable_floating_point_contract_flag == "off":
@@ -81,18 +84,21 @@ def _contract_products_and_sums() -> None:
 
 
 def _use_whole_vector_registers() -> None:
-    """GCC takes half of an AVX-512 register for what it vectorises itself, if it is told to generate code for an Intel.
+    """GCC takes half of an AVX-512 register for what it vectorises itself,
+    if it is told to generate code for an Intel.
 
-    Inductor turns integers into floats of the same bits through an array on the stack. Written in halves and read whole
-    it really goes through memory: one row times packed weights in tiles of 32 outputs took 33 ms instead of 15.
+    Inductor turns integers into floats of the same bits through an array on the stack. Written in halves and
+    read whole it really goes through memory: one row times packed weights in tiles of 32 outputs took 33 ms
+    instead of 15.
     """
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         _tell_the_compiler("mprefer-vector-width=512")
 
 
 def _let_the_compiler_vectorize() -> None:
-    """Inductor writes vectors out where it knows how, and tells g++ to vectorise no loop itself. Of integers of 16
-    bits, which loops over whole numbers multiply with AVX2, it knows no vectors. Other compilers are told nothing."""
+    """Inductor writes vectors out where it knows how, and tells g++ to vectorise no loop itself. Of integers
+    of 16 bits, which loops over whole numbers multiply with AVX2, it knows no vectors. Other compilers are
+    told nothing."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         _tell_the_compiler("ftree-loop-vectorize", only_gcc=True)
 
@@ -111,11 +117,12 @@ def _tell_the_compiler(flag: str, only_gcc: bool = False) -> None:
 
 
 def _sum_symbolic_sizes_in_one_piece() -> None:
-    """Inductor asks whether a sum has more than 4,096 terms, and for a dynamic size it makes the answer a guard.
+    """Inductor asks whether a sum has more than 4,096 terms,
+    and for a dynamic size it makes the answer a guard.
 
-    A size that was marked as dynamic may have no such guard: attention over strips, which sums over the blocks of a
-    row, did not compile where a row may read more of them. Without an answer the sum is one loop, as it is where
-    Inductor knows that there are fewer terms.
+    A size that was marked as dynamic may have no such guard: attention over strips, which sums over the
+    blocks of a row, did not compile where a row may read more of them. Without an answer the sum is one loop,
+    as it is where Inductor knows that there are fewer terms.
     """
     from torch._inductor.codegen.cpp import CppKernel
 
@@ -132,10 +139,10 @@ def _sum_symbolic_sizes_in_one_piece() -> None:
 
 
 def _load_integers_at_once() -> None:
-    """Inductor says how many integers a vector load is to take, even where that is all of them. For AVX2, which has no
-    registers of masks, PyTorch then copies them to the stack first, in two halves that the CPU cannot hand on to a load
-    of the whole: it waits. Loops over codes of 4 bits took twice as long, and attention of 512 tokens, whose mask
-    compares positions, 1.15 times as long (two cores of Zen 3)."""
+    """Inductor says how many integers a vector load is to take, even where that is all of them. For AVX2,
+    which has no registers of masks, PyTorch then copies them to the stack first, in two halves that the CPU
+    cannot hand on to a load of the whole: it waits. Loops over codes of 4 bits took twice as long, and
+    attention of 512 tokens, whose mask compares positions, 1.15 times as long (two cores of Zen 3)."""
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index
 
@@ -153,11 +160,12 @@ def _load_integers_at_once() -> None:
 
 
 def _fetch_ahead_what_is_gathered() -> None:
-    """Attention over strips reads the blocks of a request, which lie anywhere: 4 KB in one piece, then 4 KB elsewhere.
-    What a CPU guesses of the next addresses starts anew with each piece, so every core waits for memory most of the
-    time. Where a loop sums up what an index points to, compiled code therefore also asks for what the next round of the
-    loop around it will read, and goes on without waiting. Decode attention of 32 requests took 8 ms a step in place of
-    13, and of 16 requests 3.2 in place of 4.4 (two cores of Zen 5, SmolLM2-135M)."""
+    """Attention over strips reads the blocks of a request, which lie anywhere: 4 KB in one piece, then 4 KB
+    elsewhere. What a CPU guesses of the next addresses starts anew with each piece, so every core waits for
+    memory most of the time. Where a loop sums up what an index points to, compiled code therefore also asks
+    for what the next round of the loop around it will read, and goes on without waiting. Decode attention of
+    32 requests took 8 ms a step in place of 13, and of 16 requests 3.2 in place of 4.4 (two cores of Zen 5,
+    SmolLM2-135M)."""
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index
     from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -179,12 +187,12 @@ def _fetch_ahead_what_is_gathered() -> None:
 
 
 def _fetch_words_ahead() -> None:
-    """A sum that goes through words from front to back (see ``packed.code_words``) does much with each of them, so few
-    are on their way at a time, although the CPU guesses that the next ones will be read. Where a round of such a sum
-    reads several registers of integers, code asks for every cache line of them a page ahead. One row times the layers
-    of SmolLM2-135M in 4 bits took 5.8 ms in place of 7.0, times its head 2.4 in place of 3.0, with half or twice the
-    distance as much, and a decode step of one request 11.8 in place of 14.5 (two cores of Zen 3, in turn; nothing was
-    measured with AVX-512)."""
+    """A sum that goes through words from front to back (see ``packed.code_words``) does much with each of
+    them, so few are on their way at a time, although the CPU guesses that the next ones will be read. Where a
+    round of such a sum reads several registers of integers, code asks for every cache line of them a page
+    ahead. One row times the layers of SmolLM2-135M in 4 bits took 5.8 ms in place of 7.0, times its head 2.4
+    in place of 3.0, with half or twice the distance as much, and a decode step of one request 11.8 in place
+    of 14.5 (two cores of Zen 3, in turn; nothing was measured with AVX-512)."""
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index
 
@@ -210,8 +218,8 @@ def _lower_packed_linear() -> None:
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering
 
-    # Inductor's own lowering of products over packed weights wants the weight to be a constant of the graph, which
-    # would be one graph per layer; the node behind it takes any weight.
+    # Inductor's own lowering of products over packed weights wants the weight to be a constant of the graph,
+    # which would be one graph per layer; the node behind it takes any weight.
     @register_lowering(torch.ops.kernels_triton_free.packed_linear.default, type_promotion_kind=None)
     def packed_linear(x: Any, packed_weight: Any, bias: Any, out_features: int) -> Any:
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
@@ -237,8 +245,8 @@ def _lower_materialize() -> None:
 
 
 def _lower_as_one() -> None:
-    """See ``define_as_one``: the function is traced with few rows, and what it does is lowered operation by operation,
-    which leaves nothing to decide between."""
+    """See ``define_as_one``: the function is traced with few rows, and what it does is lowered operation by
+    operation, which leaves nothing to decide between."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.ir import ConcatKernel, TensorBox
     from torch._inductor.lowering import lowerings, register_lowering
@@ -251,14 +259,20 @@ def _lower_as_one() -> None:
                 return super().run_node(n)
 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target is torch.ops.aten.cat.default:  # by itself Inductor writes bytes down first, and copies them
+            if (
+                target is torch.ops.aten.cat.default
+            ):  # by itself Inductor writes bytes down first, and copies them
                 return TensorBox(ConcatKernel.create(*args))
-            return target(*args, **kwargs) if target is operator.getitem else lowerings[target](*args, **kwargs)
+            return (
+                target(*args, **kwargs) if target is operator.getitem else lowerings[target](*args, **kwargs)
+            )
 
     def register(name: str, function: Callable) -> None:
         @register_lowering(getattr(torch.ops.kernels_triton_free, name).default, type_promotion_kind=None)
         def lower(*inputs: TensorBox) -> Any:
-            sizes = [[int(n) if getattr(n, "is_number", True) else 2 for n in x.get_size()[1:]] for x in inputs]
+            sizes = [
+                [int(n) if getattr(n, "is_number", True) else 2 for n in x.get_size()[1:]] for x in inputs
+            ]
             examples = [torch.zeros(2, *size, dtype=x.get_dtype()) for size, x in zip(sizes, inputs)]
             return Lowered(make_fx(function, select_decomp_table())(*examples)).run(*inputs)
 
@@ -267,7 +281,8 @@ def _lower_as_one() -> None:
 
 
 def _allocate_only_what_is_repacked() -> None:
-    """Two system calls a layer less: with 400 blocks of 128 tokens, decode of one row took 90 instead of 40 µs."""
+    """Two system calls a layer less:
+    with 400 blocks of 128 tokens, decode of one row took 90 instead of 40 µs."""
     from torch._inductor.codegen.cpp_flex_attention_template import CppFlexAttentionTemplate
 
     allocate = CppFlexAttentionTemplate.codegen_allocate_buffer
@@ -282,9 +297,10 @@ def _allocate_only_what_is_repacked() -> None:
 
 
 def _multiply_bfloat16_without_amx() -> None:
-    """The template repacks keys and values for products of bfloat16 only where there is AMX. oneDNN's kernels for such
-    blocks take the same order where a CPU has AVX512-BF16. Attention of 512 tokens took 0.75 ms a layer on two cores of
-    Zen 5, in float32 1.52, and by products of whole matrices, which write all scores down, 1.65 (SmolLM2-135M)."""
+    """The template repacks keys and values for products of bfloat16 only where there is AMX. oneDNN's kernels
+    for such blocks take the same order where a CPU has AVX512-BF16. Attention of 512 tokens took 0.75 ms a
+    layer on two cores of Zen 5, in float32 1.52, and by products of whole matrices, which write all scores
+    down, 1.65 (SmolLM2-135M)."""
     from torch._inductor.codegen import cpp_flex_attention_template as template
 
     asks = "at::native::cpublas::could_pack(at::kBFloat16)"
@@ -298,9 +314,10 @@ def _multiply_bfloat16_without_amx() -> None:
 def _multiply_several_queries_at_once() -> None:
     """Keys are transposed for every block of queries, so blocks of one query cost most.
 
-    With blocks of four, a chunk of 512 tokens in float32 took 3.5 instead of 5.0 ms a layer on one core, and decode of
-    16 rows, with its keys in the CPU's cache, 0.10 instead of 0.13 ms. Tiles of more than four queries have left these
-    loops since, unless keys or heads fill no whole registers: see ``_transpose_keys_once``.
+    With blocks of four, a chunk of 512 tokens in float32 took 3.5 instead of 5.0 ms a layer on one core, and
+    decode of 16 rows, with its keys in the CPU's cache, 0.10 instead of 0.13 ms. Tiles of more than four
+    queries have left these loops since, unless keys or heads fill no whole registers: see
+    ``_transpose_keys_once``.
     """
     from torch._inductor.codegen import cpp_flex_attention_template as template
 
@@ -313,10 +330,10 @@ def _multiply_several_queries_at_once() -> None:
 
 
 def _transpose_keys_once() -> None:
-    """In float32 the loops over queries and keys transpose the keys in registers, again for every four queries. Where a
-    tile has more queries, its keys are transposed into memory that the template allocates anyway, and oneDNN multiplies
-    with them, as the template has it multiply with values. Attention of 512 tokens took 4.6 ms a layer in place of 7.3
-    (two cores of Zen 3, SmolLM2-135M)."""
+    """In float32 the loops over queries and keys transpose the keys in registers, again for every four
+    queries. Where a tile has more queries, its keys are transposed into memory that the template allocates
+    anyway, and oneDNN multiplies with them, as the template has it multiply with values. Attention of 512
+    tokens took 4.6 ms a layer in place of 7.3 (two cores of Zen 3, SmolLM2-135M)."""
     from torch._inductor.codegen import cpp_flex_attention_template as template
 
     text: str = template.FLEX_ATTENTION_TEMPLATE
@@ -334,7 +351,8 @@ def _transpose_keys_once() -> None:
             for (int64_t key = 0; key < cur_kvSplitSize; key += side) {
               for (int64_t dim = 0; dim < headSize; dim += side) {
                 at::vec::transpose_mxn<float, side, side>(
-                    k_addr + key * kStrideN + dim, kStrideN, keys + dim * cur_kvSplitSize + key, cur_kvSplitSize);
+                    k_addr + key * kStrideN + dim, kStrideN,
+                    keys + dim * cur_kvSplitSize + key, cur_kvSplitSize);
               }
             }
             at::native::cpublas::brgemm(
@@ -348,9 +366,10 @@ def _transpose_keys_once() -> None:
 
 
 def _transpose_whole_blocks_only() -> None:
-    """Products take 16 keys at a time, and what is left by itself, however few. Where that is 8 keys and AVX2 has
-    registers of 8, the template takes it for a whole block: it reads 8 keys that are not there, and writes their scores
-    over those of other queries. Attention over blocks of 8 keys was wrong on such CPUs, in heads of up to 95."""
+    """Products take 16 keys at a time, and what is left by itself, however few. Where that is 8 keys and AVX2
+    has registers of 8, the template takes it for a whole block: it reads 8 keys that are not there, and
+    writes their scores over those of other queries. Attention over blocks of 8 keys was wrong on such CPUs,
+    in heads of up to 95."""
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
 
     text: str = CppMicroGemmFP32Vec.TEMPLATE_KERNEL
@@ -361,9 +380,10 @@ def _transpose_whole_blocks_only() -> None:
 
 
 def _scale_scores_once() -> None:
-    """Scores are scaled, then changed by the score function, then looked through for the largest: three times through
-    more of them than the first cache holds. Where that function gives back what it takes, they are scaled on the way to
-    the largest: attention of 512 tokens took 1.14 instead of 1.3 ms a layer on two cores with AMX (SmolLM2-135M)."""
+    """Scores are scaled, then changed by the score function, then looked through for the largest: three times
+    through more of them than the first cache holds. Where that function gives back what it takes, they are
+    scaled on the way to the largest: attention of 512 tokens took 1.14 instead of 1.3 ms a layer on two cores
+    with AMX (SmolLM2-135M)."""
     from torch._inductor.codegen import cpp_flex_attention_template as template
     from torch._inductor.ir import InputBuffer
 
@@ -382,21 +402,26 @@ def _scale_scores_once() -> None:
     modification = template.CppFlexAttentionTemplate.modification
 
     def without_what_changes_nothing(self: Any, function: Any, *args: Any) -> str:
-        code: str = "" if function is self.score_mod and keeps_scores(self) else modification(self, function, *args)
+        code: str = (
+            "" if function is self.score_mod and keeps_scores(self) else modification(self, function, *args)
+        )
         return code
 
     text = text.replace(scaling, "{%- if not template.keeps_scores() %}\n" + scaling + "{%- endif %}\n")
     factor = "{{'scaling_factor' if template.keeps_scores() else 'static_cast<accum_t>(1)'}}"
-    template.FLEX_ATTENTION_TEMPLATE = text.replace(largest, largest.replace("static_cast<accum_t>(1)", factor))
+    template.FLEX_ATTENTION_TEMPLATE = text.replace(
+        largest, largest.replace("static_cast<accum_t>(1)", factor)
+    )
     template.CppFlexAttentionTemplate.keeps_scores = keeps_scores  # type: ignore[attr-defined]
     template.CppFlexAttentionTemplate.modification = without_what_changes_nothing  # type: ignore[method-assign]
 
 
 def _take_shorter_steps_in_softmax() -> None:
-    """Of each row the largest score is found first, and every step waits for the one before. PyTorch's ``maximum``
-    takes four instructions, three of them for NaN; ``clamp_min`` takes one, and a NaN still comes out of the sum. To
-    exponentials that are rounded to 16 bits it takes a shorter polynomial, as PyTorch's own attention does on a CPU.
-    Attention of 512 tokens took 1.05 instead of 1.28 ms a layer on two cores with AMX (SmolLM2-135M)."""
+    """Of each row the largest score is found first, and every step waits for the one before. PyTorch's
+    ``maximum`` takes four instructions, three of them for NaN; ``clamp_min`` takes one, and a NaN still comes
+    out of the sum. To exponentials that are rounded to 16 bits it takes a shorter polynomial, as PyTorch's
+    own attention does on a CPU. Attention of 512 tokens took 1.05 instead of 1.28 ms a layer on two cores
+    with AMX (SmolLM2-135M)."""
     from torch._inductor.codegen import cpp_flex_attention_template as template
 
     text: str = template.SOFTMAX_FUSIONS
@@ -415,9 +440,9 @@ def _take_shorter_steps_in_softmax() -> None:
 def _count_in_32_bits_within_bounds() -> None:
     """Triton kernels count elements in 32 bits if those of the example can be, and make that a guard.
 
-    A size that was marked as dynamic may have no such guard: attention of prompts did not compile, since 65,536 tiles
-    of 128 queries would have more elements. Where the bounds of the sizes do not prove it, elements are counted in 64
-    bits, as Inductor does for packages.
+    A size that was marked as dynamic may have no such guard: attention of prompts did not compile, since
+    65,536 tiles of 128 queries would have more elements. Where the bounds of the sizes do not prove it,
+    elements are counted in 64 bits, as Inductor does for packages.
     """
     from torch._inductor.codegen import simd
     from torch._inductor.virtualized import V

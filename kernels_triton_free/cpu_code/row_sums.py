@@ -1,8 +1,9 @@
-"""What loops over several rows have in common: each row of a tile of rows has a sum of its own for every output.
+"""What loops over several rows have in common:
+each row of a tile of rows has a sum of its own for every output.
 
-Several sums over the same weights become one loop, in which each weight is read once. Rows are filled up with zeros, so
-that any number of them, also a dynamic one, is whole tiles. Blocks of outputs, tiles of rows, outputs of a block: in
-this order a block is read once for all rows.
+Several sums over the same weights become one loop, in which each weight is read once. Rows are filled up with
+zeros, so that any number of them, also a dynamic one, is whole tiles. Blocks of outputs, tiles of rows,
+outputs of a block: in this order a block is read once for all rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 
-def sum_up(terms: Callable[[Any, Any], Any], ranges: list[Any], reduced: list[Any], dtype: torch.dtype) -> Any:
+def sum_up(
+    terms: Callable[[Any, Any], Any], ranges: list[Any], reduced: list[Any], dtype: torch.dtype
+) -> Any:
     """Inductor's sum of terms(index, reduced index), of this dtype, for every index."""
     from torch._inductor.ir import Reduction
 
@@ -34,12 +37,17 @@ def rows_together(rows: Any, most: int) -> int:
 
 
 def sum_up_rows(
-    x: Any, together: int, shape: tuple[int, int], reduced: list[Any], dtype: torch.dtype, term: Callable[..., Any]
+    x: Any,
+    together: int,
+    shape: tuple[int, int],
+    reduced: list[Any],
+    dtype: torch.dtype,
+    term: Callable[..., Any],
 ) -> Any:
     """x [rows, in], in tiles of so many rows -> Inductor's float32 [rows, blocks * outputs].
 
-    shape: blocks, and outputs of each. term(load, row, block, output, reduced index): what is summed up, of this dtype;
-    load([row, place]) gives an input.
+    shape: blocks, and outputs of each. term(load, row, block, output, reduced index): what is summed up, of
+    this dtype; load([row, place]) gives an input.
     """
     from torch._inductor.ir import SliceView, TensorBox
     from torch._inductor.lowering import lowerings, to_dtype
@@ -58,9 +66,10 @@ def sum_up_rows(
 
         return sum_up(own_term, [1, blocks, tiles, outputs], reduced, dtype)
 
-    # Each is stored where it belongs, row by row, as what follows reads it. With sums in the order of the loops a row
-    # was read from as many pages as there are blocks, at places that took some arithmetic: two products of 512 rows
-    # took 21 ms at best in place of 16, of 16 rows 0.72 in place of 0.53 (two cores of Zen 3).
+    # Each is stored where it belongs, row by row, as what follows reads it. With sums in the order of the
+    # loops a row was read from as many pages as there are blocks, at places that took some arithmetic: two
+    # products of 512 rows took 21 ms at best in place of 16, of 16 rows 0.72 in place of 0.53 (two cores of
+    # Zen 3).
     width = blocks * outputs
     parts = [of_row(row) for row in range(together)]
     sums = _placed(parts, [width, outputs, together * width, 1], [tiles * together, width], dtype)
@@ -69,10 +78,11 @@ def sum_up_rows(
 
 
 def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch.dtype) -> Any:
-    """Sums of equal sizes [1, ...] as one tensor of this shape, row by row. strides: of [parts, ...] within it.
+    """Sums of equal sizes [1, ...] as one tensor of this shape, row by row.
+    strides: of [parts, ...] within it.
 
-    Inductor would go through the loops as memory lies. Here the loops stay as they are: their order says what is read
-    once, the strides where it is stored.
+    Inductor would go through the loops as memory lies. Here the loops stay as they are: their order says what
+    is read once, the strides where it is stored.
     """
     from torch._inductor.ir import (
         ConcatKernel,
@@ -89,7 +99,9 @@ def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch
     storage = StorageBox(ConcatKernel(name=None, layout=FixedLayout(device, dtype, size, strides), inputs=[]))
     buffers = []
     for index, part in enumerate(parts):
-        buffer: Any = ConcatKernel.realize_into(part, SliceView.create(storage, 0, index, index + 1, clamp=False))
+        buffer: Any = ConcatKernel.realize_into(
+            part, SliceView.create(storage, 0, index, index + 1, clamp=False)
+        )
         buffer._apply_loop_reordering = _as_they_are
         buffers.append(buffer)
     kernel: Any = storage.data
@@ -100,7 +112,9 @@ def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch
     return TensorBox(ReinterpretView(data=storage, layout=by_row))
 
 
-def _as_they_are(index_vars: Any, support_vars: Any, sizes: Any, memory_addrs: Any, priority_idx: Any = None) -> Any:
+def _as_they_are(
+    index_vars: Any, support_vars: Any, sizes: Any, memory_addrs: Any, priority_idx: Any = None
+) -> Any:
     """For Inductor: the order of the loops stays what it is."""
     from torch._inductor.ir import inverse_reorder, same_reorder
 

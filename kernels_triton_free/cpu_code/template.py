@@ -1,10 +1,10 @@
 """Inductor's template of matrix products, for weights that are arguments of compiled code.
 
-By itself Inductor only takes it for weights that are constants of a graph, which it packs while compiling: that would
-be a graph for each layer. Here they have been put in tiles before, in the order in which the template's innermost loops
-read them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are
-generated; without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses
-where CPUs multiply float16.
+By itself Inductor only takes it for weights that are constants of a graph, which it packs while compiling:
+that would be a graph for each layer. Here they have been put in tiles before, in the order in which the
+template's innermost loops read them, which fixes how many rows, outputs and inputs those take at a time. With
+AMX the innermost loops are generated; without it they are a call of oneDNN's kernel for a block, by the
+function of PyTorch that Inductor uses where CPUs multiply float16.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from kernels_triton_free.packed.int8_tiles import TOGETHER
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, OUTPUTS, outputs_of_tiles
 
 AMX_ROWS, INPUTS = 32, 32
-"""Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
+"""Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products,
+all eight of its registers are in use."""
 ROWS = 96
-"""oneDNN's kernel for a block of 64 outputs takes six rows at a time: a block of 32 rows leaves two, for which it loads
-as much of the weight as for six. The products of 512 rows of SmolLM2-135M took 120 ms in place of 127 on two cores of
-Zen 5, medians of three pairs; of 48, 128 and 192 rows, tried once each, none was better.
+"""oneDNN's kernel for a block of 64 outputs takes six rows at a time: a block of 32 rows leaves two, for
+which it loads as much of the weight as for six. The products of 512 rows of SmolLM2-135M took 120 ms in place
+of 127 on two cores of Zen 5, medians of three pairs; of 48, 128 and 192 rows, tried once each, none was
+better.
 
-More rows than that are cut into an even number of blocks of equal size: 512 rows into six of 86, not five of 96 and one
-of 32, with which two threads have 288 rows and 224. Those two also divide the rows where they could not divide the
-outputs evenly. Medians of four pairs on two cores of Zen 4: a prompt of 512 tokens took 319 ms in place of 340, one of
-1,024 tokens 687 in place of 749."""
+More rows than that are cut into an even number of blocks of equal size: 512 rows into six of 86, not five of
+96 and one of 32, with which two threads have 288 rows and 224. Those two also divide the rows where they
+could not divide the outputs evenly. Medians of four pairs on two cores of Zen 4: a prompt of 512 tokens took
+319 ms in place of 340, one of 1,024 tokens 687 in place of 749."""
 
 PARTS_OF_CACHE = 2
-"""A slice of a weight takes at most one of so many parts of the second cache. By itself Inductor cuts a product into
-slices of inputs whose weight, for 64 outputs, fits into the first cache: there several blocks of rows would read it
-again. Up to ROWS rows are one block, so most weights are not cut here, and are read in the order in which they lie. All
-products of SmolLM2-135M's layers took, on two cores of Zen 4 (medians of 48 rounds in turn) [ms]: 8 rows 11.9 in place
-of 13.0, 16 rows 14.0 in place of 17.5, 32 rows 23.9 in place of 26.3, 96 rows 59.3 in place of 62.9; of three larger
-weights, with 2,048 to 11,008 inputs, 16 rows took 15 % less. 512 rows take as long either way."""
+"""A slice of a weight takes at most one of so many parts of the second cache. By itself Inductor cuts a
+product into slices of inputs whose weight, for 64 outputs, fits into the first cache: there several blocks of
+rows would read it again. Up to ROWS rows are one block, so most weights are not cut here, and are read in the
+order in which they lie. All products of SmolLM2-135M's layers took, on two cores of Zen 4 (medians of 48
+rounds in turn) [ms]: 8 rows 11.9 in place of 13.0, 16 rows 14.0 in place of 17.5, 32 rows 23.9 in place of
+26.3, 96 rows 59.3 in place of 62.9; of three larger weights, with 2,048 to 11,008 inputs, 16 rows took 15 %
+less. 512 rows take as long either way."""
 
 VNNI_ROWS = 6
 """With four registers of outputs, 24 of 32 registers hold sums."""
@@ -55,7 +58,8 @@ inline void {{kernel_name}}_amx_kernel_{{num_rows}}_{{num_columns}}(
     at::native::cpublas::brgemm(rows, {{num_columns}} * 16, K, lda, ldb, ldc, accum, A, B, C);
 }
 """
-"""The call of oneDNN's kernel that stands where Inductor's loops over weights of 4 bits multiply tiles of AMX."""
+"""The call of oneDNN's kernel that stands where Inductor's loops over weights of 4 bits multiply tiles of
+AMX."""
 
 
 @lru_cache(maxsize=1)
@@ -121,7 +125,9 @@ def _lower_int8_tiled_product() -> None:
         # The template asks for scales and zeros of both, and leaves them to what follows the product.
         unused = [V.graph.add_tensor_constant(torch.zeros(1)) for _ in range(4)]
         out_features = tiles.get_size()[0] * OUTPUTS
-        return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.int32).output_node()
+        return _generate(
+            product, [numbers, tiles, *unused], out_features, blocking, torch.int32
+        ).output_node()
 
 
 def _lower_int8_tiled_product_halves() -> None:
@@ -129,13 +135,16 @@ def _lower_int8_tiled_product_halves() -> None:
 
     loops, blocking = _int8_loops()
 
-    @register_lowering(torch.ops.kernels_triton_free.int8_tiled_product_halves.default, type_promotion_kind=None)
+    @register_lowering(
+        torch.ops.kernels_triton_free.int8_tiled_product_halves.default, type_promotion_kind=None
+    )
     def lower(numbers: Any, tiles: Any) -> Any:
         return _generate_halves(numbers, tiles, loops, blocking, torch.int32)
 
 
 def _int8_loops() -> tuple[Callable, Any]:
-    """The innermost loops over numbers of 8 bits, and the rows, outputs and inputs that they take at a time."""
+    """The innermost loops over numbers of 8 bits, and the rows,
+    outputs and inputs that they take at a time."""
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAVX512VNNI
     from torch._inductor.codegen.cpp_utils import GemmBlocking
 
@@ -156,11 +165,14 @@ def _bfloat16_loops(tiles: Any) -> tuple[int, Callable]:
             return LayoutType.VNNI2  # two inputs at a time
 
     outputs = int(tiles.get_size()[2])
-    return outputs, _loops(CppMicroGemmAMX if outputs == AMX_OUTPUTS else BlockOfOneDnn, torch.bfloat16, outputs)
+    return outputs, _loops(
+        CppMicroGemmAMX if outputs == AMX_OUTPUTS else BlockOfOneDnn, torch.bfloat16, outputs
+    )
 
 
 def _int4_kind() -> Any:
-    """Innermost loops that restore a block of a weight of 4 bits, and multiply it with AMX or by oneDNN's kernel."""
+    """Innermost loops that restore a block of a weight of 4 bits,
+    and multiply it with AMX or by oneDNN's kernel."""
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmWoQInt4Amx
 
     class RestoredBlockOfOneDnn(CppMicroGemmWoQInt4Amx):
@@ -182,8 +194,8 @@ def _loops(kind: Any, dtype: torch.dtype, outputs: int) -> Callable:
 
 
 def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
-    """A template of ``module`` with these innermost loops, not those that Inductor would choose: they want another
-    order of the weight."""
+    """A template of ``module`` with these innermost loops, not those that Inductor would choose:
+    they want another order of the weight."""
     from unittest.mock import patch
 
     from torch._inductor.codegen.cpp_utils import GemmBlocking
@@ -200,11 +212,14 @@ def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
             return _in_blocks_of_onednn(code)
 
         def _cache_blocking(self, num_threads: int) -> Any:
-            """Of a number of rows that does not vary; else ``_in_blocks_of_onednn`` says the same in the code."""
+            """Of a number of rows that does not vary;
+            else ``_in_blocks_of_onednn`` says the same in the code."""
             rows, outputs, inputs = super()._cache_blocking(num_threads)
             if self.register_blocking.block_m == ROWS and self.m <= ROWS:
                 _, registers, together = self.register_blocking
-                fitting = torch.cpu.get_capabilities()["l2_cache_size"] // (PARTS_OF_CACHE * together * registers * 2)
+                fitting = torch.cpu.get_capabilities()["l2_cache_size"] // (
+                    PARTS_OF_CACHE * together * registers * 2
+                )
                 inputs = max(inputs, min(self.thread_blocking(num_threads).block_k, fitting))
             return GemmBlocking(rows, outputs, inputs)
 
@@ -212,8 +227,8 @@ def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
 
 
 def _in_blocks_of_onednn(code: str) -> str:
-    """The template's code with blocks of rows and slices of inputs that follow from the number of rows (see ROWS and
-    PARTS_OF_CACHE), if that varies and the blocks are oneDNN's."""
+    """The template's code with blocks of rows and slices of inputs that follow from the number of rows (see
+    ROWS and PARTS_OF_CACHE), if that varies and the blocks are oneDNN's."""
     fixed, number = f"    constexpr int64_t Mr = {ROWS};\n", _statement("const int64_t M = ", code)
     divided, cached = _statement("mm_get_thread_blocking(", code), _statement("mm_get_cache_blocking<", code)
     if code.count(fixed) != 1 or not number or not cached:
@@ -233,7 +248,8 @@ def _in_blocks_of_onednn(code: str) -> str:
 
 
 def _statement(start: str, code: str) -> str:
-    """The first statement that starts so on a line of its own, with its ends of line; empty: there is none."""
+    """The first statement that starts so on a line of its own, with its ends of line;
+    empty: there is none."""
     found = re.search(rf"\n *{re.escape(start)}[^;]*;\n", code)
     return found[0] if found else ""
 
@@ -245,7 +261,12 @@ def _blocking(outputs: int) -> Any:
 
 
 def _generate(
-    product: Any, inputs: list[Any], out_features: int, blocking: Any, dtype: torch.dtype = torch.bfloat16, **group: Any
+    product: Any,
+    inputs: list[Any],
+    out_features: int,
+    blocking: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    **group: Any,
 ) -> Any:
     """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features] of this dtype."""
     from torch._inductor import ir
@@ -260,9 +281,11 @@ def _generate(
     return template.generate()
 
 
-def _generate_halves(x: Any, tiles: Any, loops: Callable, blocking: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Inductor's group of two products of the same rows, with what is computed of both in their innermost loops. dtype:
-    of what they give."""
+def _generate_halves(
+    x: Any, tiles: Any, loops: Callable, blocking: Any, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Inductor's group of two products of the same rows,
+    with what is computed of both in their innermost loops. dtype: of what they give."""
     from torch._inductor import ir
     from torch._inductor.codegen import cpp_grouped_gemm_template
     from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate

@@ -39,5 +39,8 @@ def _lower_whole_numbers_product() -> None:
             own = load_weight([block * outputs + output, place])
             return ops.mul(number, ops.to_dtype(own, torch.int32, src_dtype=own_dtype))
 
-        together, shape = rows_together(numbers.get_size()[0], ROWS_TOGETHER), (out_features // outputs, outputs)
+        together, shape = (
+            rows_together(numbers.get_size()[0], ROWS_TOGETHER),
+            (out_features // outputs, outputs),
+        )
         return sum_up_rows(numbers, together, shape, [in_features], torch.int32, term)

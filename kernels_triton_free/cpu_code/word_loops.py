@@ -1,7 +1,8 @@
 """The loops over codes in words (see ``code_words``), put together from Inductor's own operations.
 
-Each is a sum for every output, as Inductor knows sums, whose terms are those of some codes at once. Several such sums
-over the same words become one loop, in which each word is read once and each code made a float once.
+Each is a sum for every output, as Inductor knows sums, whose terms are those of some codes at once. Several
+such sums over the same words become one loop, in which each word is read once and each code made a float
+once.
 """
 
 from __future__ import annotations

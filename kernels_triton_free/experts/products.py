@@ -3,12 +3,12 @@
     ids, weights = route(logits, routing)          which experts a token goes to, and how much each one counts
     out = sum over k of weights[k] * expert(ids[k])(x)
 
-An expert is ``down(activate(gate_up(x)))``. The tensors of all experts of a layer are stacked along a first dimension.
-Three ways of computing the sum: ``loop`` goes through the experts that are hit (the reference, and the way of a CPU,
-where only the experts of few rows gain from being computed together), ``grouped`` sorts the tokens by expert and
-multiplies all groups at once, ``gathered`` reads the matrices of every token (for a single token it reads no more than
-that). Sums are taken in the order of the choices, never by scattered additions, so the same tokens always give the same
-bits.
+An expert is ``down(activate(gate_up(x)))``. The tensors of all experts of a layer are stacked along a first
+dimension. Three ways of computing the sum: ``loop`` goes through the experts that are hit (the reference, and
+the way of a CPU, where only the experts of few rows gain from being computed together), ``grouped`` sorts the
+tokens by expert and multiplies all groups at once, ``gathered`` reads the matrices of every token (for a
+single token it reads no more than that). Sums are taken in the order of the choices, never by scattered
+additions, so the same tokens always give the same bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Loop = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
 class SortedRows(NamedTuple):
     """Choices [tokens * top_k] sorted by expert.
 
-    order: int64 [tokens * top_k], the choice (token * top_k + k) at each sorted place. ends: int32 [experts], the
-    place behind the last choice of each expert.
+    order: int64 [tokens * top_k], the choice (token * top_k + k) at each sorted place. ends: int32 [experts],
+    the place behind the last choice of each expert.
     """
 
     order: Tensor
@@ -57,8 +57,9 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
 
 
 class FewRows(NamedTuple):
-    """A faster way for experts that few rows go to, all of them in one call: apply(rows [most or 1, n, hidden], experts
-    int64 [n]) -> of the rows' shape, n at least 2. Of several tokens' rows, all ``most`` are there."""
+    """A faster way for experts that few rows go to, all of them in one call: apply(rows [most or 1, n,
+    hidden], experts int64 [n]) -> of the rows' shape, n at least 2. Of several tokens' rows, all ``most`` are
+    there."""
 
     most: int
     apply: Callable[[Tensor, Tensor], Tensor]
@@ -74,10 +75,11 @@ def loop(
     nobody: int | None = None,
     few: FewRows | None = None,
 ) -> Tensor:
-    """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other: each one's weights are read once.
+    """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other:
+    each one's weights are read once.
 
-    ids, weights [tokens, top_k]. nobody: the id, larger than all others, of choices that are computed elsewhere and add
-    nothing here. On a device other than a CPU the host waits for the ids.
+    ids, weights [tokens, top_k]. nobody: the id, larger than all others, of choices that are computed
+    elsewhere and add nothing here. On a device other than a CPU the host waits for the ids.
     """
     if x.shape[0] == 1:  # as many rows as choices: one activation and one sum for all
         if nobody is not None:
@@ -113,15 +115,16 @@ def loop(
 
 
 MOST_PLANNED = 128
-"""Choices that are planned one by one on the host. What surrounds the call for few rows took 0.46 ms a layer instead of
-1.05 ms for 64 choices of two CPU cores; for 192 choices nothing was won."""
+"""Choices that are planned one by one on the host. What surrounds the call for few rows took 0.46 ms a layer
+instead of 1.05 ms for 64 choices of two CPU cores; for 192 choices nothing was won."""
 MOST_TURNS = 4
 """In which an expert's rows are computed. On two CPU cores 2, 3 and 4 were within 5 % of each other."""
 
 
 class _Plan(NamedTuple):
-    """A turn is up to ``most`` rows of one expert. experts: of each turn. tokens: of the turns' rows, all first rows
-    first. places: of the choices among these rows; one behind them for choices that are computed elsewhere."""
+    """A turn is up to ``most`` rows of one expert. experts: of each turn. tokens: of the turns' rows, all
+    first rows first. places: of the choices among these rows; one behind them for choices that are computed
+    elsewhere."""
 
     experts: list[int]
     tokens: list[list[int]]
@@ -195,7 +198,8 @@ def _of_few(few: FewRows, rows: Tensor, experts: Tensor) -> Tensor:
 
 
 def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Sorted rows x [n, in] times their experts' weights [experts, out, in] -> [n, out], all groups in one launch.
+    """Sorted rows x [n, in] times their experts' weights [experts, out, in] -> [n, out],
+    all groups in one launch.
 
     bfloat16, in and out multiples of 8. bias [n, out]: that of each row. ends: see ``SortedRows``.
     """
@@ -213,7 +217,8 @@ def gathered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """Rows [tokens * top_k, hidden] in the order of the choices, weights [tokens, top_k] -> [tokens, hidden]."""
+    """Rows [tokens * top_k, hidden] in the order of the choices, weights [tokens,
+    top_k] -> [tokens, hidden]."""
     tokens, top_k = weights.shape
     return (rows.view(tokens, top_k, -1).float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
@@ -224,14 +229,14 @@ _loops: dict[str, Loop] = {}
 
 
 def define_loop(how: str, function: Loop) -> None:
-    """Give a loop over experts a name, under which ``run_loop`` finds it. The same name always means the same loop,
-    in every process, since compiled code that is kept on disk calls it by that."""
+    """Give a loop over experts a name, under which ``run_loop`` finds it. The same name always means the same
+    loop, in every process, since compiled code that is kept on disk calls it by that."""
     _loops[how] = function
 
 
 def run_loop(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str) -> Tensor:
-    """The loop of this name. Compiled code sees one operator, whatever the loop does inside: which experts are hit is
-    known only when it runs."""
+    """The loop of this name. Compiled code sees one operator, whatever the loop does inside:
+    which experts are hit is known only when it runs."""
     result: Tensor = torch.ops.kernels_triton_free.expert_loop.default(x, ids, weights, list(tensors), how)
     return result
 
@@ -240,7 +245,9 @@ def _expert_loop(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tens
     return _loops[how](x, ids, weights, tensors)
 
 
-def _expert_loop_shape(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str) -> Tensor:
+def _expert_loop_shape(
+    x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str
+) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -16,10 +16,11 @@ SMALLEST_SUM = 1e-20
 class Routing:
     """How the experts of a token are chosen from its router logits.
 
-    top_k: experts of a token. scores: "softmax" over all experts (Qwen), or "sigmoid" of each one (DeepSeek-V3).
-    normalized: the weights of the chosen ones are divided by their sum. With softmax this is the softmax over the
-    chosen logits (Mixtral, gpt-oss). scale: a factor of the weights, after that.
-    groups: experts lie in so many groups of neighbours, and only those of the best ``groups_kept`` can be chosen;
+    top_k: experts of a token. scores: "softmax" over all experts (Qwen), or "sigmoid" of each one
+    (DeepSeek-V3). normalized: the weights of the chosen ones are divided by their sum. With softmax this is
+    the softmax over the chosen logits (Mixtral, gpt-oss). scale: a factor of the weights, after that.
+    groups: experts lie in so many groups of neighbours,
+    and only those of the best ``groups_kept`` can be chosen;
     a group is as good as its ``group_best`` best experts together (DeepSeek-V3: 2).
     """
 
@@ -33,7 +34,8 @@ class Routing:
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Router logits [tokens, experts] -> (ids int64, weights float32), both [tokens, top_k], computed in float32.
+    """Router logits [tokens, experts] -> (ids int64, weights float32), both [tokens, top_k],
+    computed in float32.
 
     correction: float32 [experts], added to the scores when experts are chosen, but not when they are weighted
     (DeepSeek-V3, "auxiliary-loss-free load balancing").

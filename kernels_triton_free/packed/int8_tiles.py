@@ -1,19 +1,21 @@
-"""Products of inputs and weights that are rounded to 8 bits, by the matrix template of Inductor, on CPUs with VNNI.
+"""Products of inputs and weights that are rounded to 8 bits, by the matrix template of Inductor,
+on CPUs with VNNI.
 
-AVX512-VNNI multiplies four neighbouring inputs of 16 outputs at a time and adds them up as 32-bit integers, twice as
-many as AVX512-BF16 does in the same time, and a weight of 8 bits is half as long to read. Inductor generates the
-innermost loops. They take inputs without a sign, 0 to 255, and weights with one.
+AVX512-VNNI multiplies four neighbouring inputs of 16 outputs at a time and adds them up as 32-bit integers,
+twice as many as AVX512-BF16 does in the same time, and a weight of 8 bits is half as long to read. Inductor
+generates the innermost loops. They take inputs without a sign, 0 to 255, and weights with one.
 
-A weight has one scale per output. Inputs are rounded as they come, each token by its largest value. What is lost is
-lost in this rounding: the largest input may be a hundred times the others, and then they share what is left of 127
-steps. So inputs are rotated before: every 16 of them, a sixteenth of the row apart, become 16 sums and differences of
-them all, which have about the same size. (Hadamard's matrix H of signs, of which H H = 16: the weight's inputs are
-rotated too when it is loaded, so that the product is 16 times what it was. Ashkboos et al., "QuaRot", 2024.) It takes
-four additions a value, and in most layers less than half of what was lost is lost then (see
-``minivllm.linear.choose``). Sums of 32 lose a fifth less, but their loops take minutes to compile.
+A weight has one scale per output. Inputs are rounded as they come, each token by its largest value. What is
+lost is lost in this rounding: the largest input may be a hundred times the others, and then they share what
+is left of 127 steps. So inputs are rotated before: every 16 of them, a sixteenth of the row apart, become 16
+sums and differences of them all, which have about the same size. (Hadamard's matrix H of signs, of which H H
+= 16: the weight's inputs are rotated too when it is loaded, so that the product is 16 times what it was.
+Ashkboos et al., "QuaRot", 2024.) It takes four additions a value, and in most layers less than half of what
+was lost is lost then (see ``minivllm.linear.choose``). Sums of 32 lose a fifth less, but their loops take
+minutes to compile.
 
-The number n stands for (n - 128) * scale. The integers of a product are exact: the 128 times the sum of an output's
-weights that they hold too much is known beforehand.
+The number n stands for (n - 128) * scale. The integers of a product are exact: the 128 times the sum of an
+output's weights that they hold too much is known beforehand.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _library.define("int8_tiled_product_halves(Tensor numbers, Tensor tiles) -> (Ten
 class Int8Tiles(NamedTuple):
     """A weight [out, in], rotated.
 
-    tiles int8 [out / 64, in, 64]: four inputs of an output lie side by side. scale float32 [out]. surplus int32 [out]:
-    what a product of numbers holds too much.
+    tiles int8 [out / 64, in, 64]: four inputs of an output lie side by side. scale float32 [out]. surplus
+    int32 [out]: what a product of numbers holds too much.
     """
 
     tiles: Tensor
@@ -57,8 +59,8 @@ class Int8Tiles(NamedTuple):
 
 
 def can_tile_int8(out_features: int, in_features: int) -> bool:
-    """Whether ``tile_int8`` takes a weight of this shape, and this CPU has VNNI and no AMX: there tiles of bfloat16
-    are multiplied by AMX."""
+    """Whether ``tile_int8`` takes a weight of this shape, and this CPU has VNNI and no AMX:
+    there tiles of bfloat16 are multiplied by AMX."""
     return (
         outputs_of_tiles() == OUTPUTS
         and torch.cpu._is_vnni_supported()
@@ -76,7 +78,8 @@ def _signs() -> Tensor:
 
 
 def rotate_weight(weight: Tensor) -> Tensor:
-    """weight float32 [out, in] -> what multiplies rotated inputs, so that the product is 16 times what it was."""
+    """weight float32 [out, in] -> what multiplies rotated inputs,
+    so that the product is 16 times what it was."""
     return (_signs() @ weight.view(len(weight), ROTATED, -1)).flatten(1)
 
 
@@ -103,13 +106,14 @@ def int8_tiled_linear(x: Tensor, weight: Int8Tiles, bias: Tensor | None = None) 
     numbers, scale = round_tokens(x)
     product = torch.ops.kernels_triton_free.int8_tiled_product.default(numbers, weight.tiles)
     out = (product - weight.surplus).float() * (scale * weight.scale)
-    # Computed while a block of the product is in the cache: what follows would be, of numbers that are read anew.
+    # Computed while a block of the product is in the cache:
+    # what follows would be, of numbers that are read anew.
     return materialize((out if bias is None else out + bias.float()).to(x.dtype))
 
 
 def int8_tiled_linear_halves(x: Tensor, weight: Int8Tiles) -> tuple[Tensor, Tensor]:
-    """``int8_tiled_linear``, the first half of the outputs and the second by themselves, each a whole number of tiles
-    (see ``tiled_linear_halves``)."""
+    """``int8_tiled_linear``, the first half of the outputs and the second by themselves, each a whole number
+    of tiles (see ``tiled_linear_halves``)."""
     numbers, scale = round_tokens(x)
     products = torch.ops.kernels_triton_free.int8_tiled_product_halves.default(numbers, weight.tiles)
     surplus, scales = weight.surplus.chunk(2), weight.scale.chunk(2)
@@ -130,7 +134,9 @@ def _round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
         ]
         step *= 2
     largest = reduce(torch.maximum, [part.abs() for part in parts]).amax(-1, keepdim=True).clamp(min=SMALLEST)
-    return torch.cat([(part * (LARGEST / largest) + HALF_ABOVE_ZERO).to(torch.uint8) for part in parts], 1), largest
+    return torch.cat(
+        [(part * (LARGEST / largest) + HALF_ABOVE_ZERO).to(torch.uint8) for part in parts], 1
+    ), largest
 
 
 def _rounded_shape(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +145,11 @@ def _rounded_shape(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _product(numbers: Tensor, tiles: Tensor) -> Tensor:
     blocks, in_features, outputs = tiles.shape
-    weight = tiles.view(blocks, in_features // TOGETHER, outputs, TOGETHER).transpose(1, 2).reshape(-1, in_features)
+    weight = (
+        tiles.view(blocks, in_features // TOGETHER, outputs, TOGETHER)
+        .transpose(1, 2)
+        .reshape(-1, in_features)
+    )
     return (numbers.double() @ weight.double().T).int()
 
 
@@ -161,4 +171,6 @@ define_as_one("round_tokens(Tensor x) -> (Tensor, Tensor)", _round_tokens, _roun
 _library.impl("int8_tiled_product", _product, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::int8_tiled_product", _product_shape, lib=_library)
 _library.impl("int8_tiled_product_halves", _product_halves, "CompositeExplicitAutograd")
-torch.library.register_fake("kernels_triton_free::int8_tiled_product_halves", _product_halves_shape, lib=_library)
+torch.library.register_fake(
+    "kernels_triton_free::int8_tiled_product_halves", _product_halves_shape, lib=_library
+)

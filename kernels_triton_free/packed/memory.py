@@ -1,8 +1,8 @@
 """The memory of weights that oneDNN has packed: as a tensor that can be stacked, and back.
 
-To PyTorch a packed weight is an opaque tensor, of which one can neither stack several nor take a part. Its bytes can be
-kept in any tensor, though, and be multiplied there, by the functions with which AOTInductor's packages restore the
-packed weights that they contain.
+To PyTorch a packed weight is an opaque tensor, of which one can neither stack several nor take a part. Its
+bytes can be kept in any tensor, though, and be multiplied there, by the functions with which AOTInductor's
+packages restore the packed weights that they contain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kernels_triton_free.linear import pack_weight, packed_linear
 
 
 def memory_of(packed: Tensor) -> Tensor:
-    """All bytes of a weight from ``pack_weight``, as int32 [bytes / 4]: no copy. The weight lives as long as they."""
+    """All bytes of a weight from ``pack_weight``, as int32 [bytes / 4]: no copy.
+    The weight lives as long as they."""
     num_bytes: int = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     memory.weight = packed  # type: ignore[attr-defined]
@@ -39,15 +40,17 @@ def can_restore() -> bool:
 
 
 def packed_in(memory: Tensor, out_features: int, in_features: int) -> Tensor:
-    """The weight [out, in] of bfloat16 whose bytes ``memory_of`` gave, copied to wherever ``memory`` lies: contiguous,
-    and there for as long as what is returned is used."""
+    """The weight [out, in] of bfloat16 whose bytes ``memory_of`` gave, copied to wherever ``memory`` lies:
+    contiguous, and there for as long as what is returned is used."""
     create, layout, dtype = _creator()
     about, handle = _description(out_features, in_features), ctypes.c_void_p()
     sizes, strides = (ctypes.c_int64 * 2)(out_features, in_features), (ctypes.c_int64 * 2)(in_features, 1)
     cpu, offset = (0, 0), 0
     place = memory.data_ptr(), 2, sizes, strides, offset
     if create(*place, dtype, *cpu, ctypes.byref(handle), layout, about.data_ptr(), about.numel()):
-        raise RuntimeError(f"PyTorch {torch.__version__} restores no packed weight [{out_features}, {in_features}].")
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} restores no packed weight [{out_features}, {in_features}]."
+        )
     weight: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle))
     return weight
 

@@ -1,17 +1,18 @@
 """A few rows times a weight that oneDNN has packed, in compiled loops that read it where it lies.
 
-A product of one to four rows does next to nothing but read the weight, so it should run at the speed of memory. The
-product of oneDNN does not: on two cores it takes 15 ms for the matrices of SmolLM2-135M and one row where these loops
-take 11, and reads experts [1024, 1024] with 11 GB/s where the machine has 28. So weights are packed once, for products
-of many rows, and read by both.
+A product of one to four rows does next to nothing but read the weight, so it should run at the speed of
+memory. The product of oneDNN does not: on two cores it takes 15 ms for the matrices of SmolLM2-135M and one
+row where these loops take 11, and reads experts [1024, 1024] with 11 GB/s where the machine has 28. So
+weights are packed once, for products of many rows, and read by both.
 
-On a CPU with AVX512-BF16 oneDNN packs a weight [out, in] of bfloat16 as [out / 64, in / 2, 64, 2]: of 64 outputs each,
-two inputs at a time; with AMX of 32 outputs, two tiles. Read as int32, [out / 64, in / 2, 64], every element holds the
-weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so a shift and a mask make floats of them,
-exactly. A row of 64 elements is four vector registers. The loops below are written out for each of the four and for
-each row of x: the compiler puts them into one loop, which loads every element once and goes through memory in order.
-``outputs_together`` packs a weight and looks where its elements have gone: on a CPU that packs otherwise nothing is
-read this way. Tiles (see ``tiles``) are read as words too, also those of 48 outputs.
+On a CPU with AVX512-BF16 oneDNN packs a weight [out, in] of bfloat16 as [out / 64, in / 2, 64, 2]: of 64
+outputs each, two inputs at a time; with AMX of 32 outputs, two tiles. Read as int32, [out / 64, in / 2, 64],
+every element holds the weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so a
+shift and a mask make floats of them, exactly. A row of 64 elements is four vector registers. The loops below
+are written out for each of the four and for each row of x: the compiler puts them into one loop, which loads
+every element once and goes through memory in order. ``outputs_together`` packs a weight and looks where its
+elements have gone: on a CPU that packs otherwise nothing is read this way. Tiles (see ``tiles``) are read as
+words too, also those of 48 outputs.
 """
 
 from __future__ import annotations
@@ -84,13 +85,14 @@ def has_single_row(x: Tensor) -> bool:
 
 
 def has_few_rows(x: Tensor, most: int = MAX_ROWS) -> bool:
-    """Whether code is compiled for the rows of x, and they are so few. A number that varies is no int: to compare it
-    would fix the code to one side."""
+    """Whether code is compiled for the rows of x, and they are so few. A number that varies is no int: to
+    compare it would fix the code to one side."""
     return isinstance(x.shape[0], int) and x.shape[0] <= most
 
 
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out] of the same dtype, with sums in float32. To be compiled, for a fixed number of rows.
+    """x [rows, in] -> [rows, out] of the same dtype, with sums in float32.
+    To be compiled, for a fixed number of rows.
 
     words int32 [out / 64, in / 2, 64], or of 48 or 32 outputs: see ``words_of``, ``words_in``. bias [out].
     """
@@ -100,8 +102,8 @@ def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Ten
 def few_rows_products(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``few_rows_linear``, n products at once: x [rows, n, in] -> [rows, n, out]. bias [n, out].
 
-    words int32 [n, out / 64, in / 2, 64], or of 32. Where they are picked from more by an index, compiled code reads
-    them there.
+    words int32 [n, out / 64, in / 2, 64], or of 32.
+    Where they are picked from more by an index, compiled code reads them there.
     """
     rows, products, in_features = x.shape
     # Computed before, not again for every block of outputs.

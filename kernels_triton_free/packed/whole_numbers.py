@@ -1,19 +1,19 @@
 """Rows times a weight of 8 or 10 bits as whole numbers, in compiled loops, for CPUs with AVX2 and no more.
 
-AVX2 has an instruction that multiplies 16 pairs of 16-bit integers and adds neighbouring products, in the time in which
-it multiplies and adds 8 pairs of float32. No code here names it: g++ takes it for a loop that sums up products of such
-integers, once it may vectorise loops (see ``_let_the_compiler_vectorize`` in ``cpu_code.patches``). So Inductor only
-has to write that loop, for some rows at once, each with a sum of its own: a weight is loaded and widened to 16 bits
-once for all of them.
+AVX2 has an instruction that multiplies 16 pairs of 16-bit integers and adds neighbouring products, in the
+time in which it multiplies and adds 8 pairs of float32. No code here names it: g++ takes it for a loop that
+sums up products of such integers, once it may vectorise loops (see ``_let_the_compiler_vectorize`` in
+``cpu_code.patches``). So Inductor only has to write that loop, for some rows at once, each with a sum of its
+own: a weight is loaded and widened to 16 bits once for all of them.
 
-A weight has one scale per output. Inputs are rounded as they come, to more bits than weights have: each token's largest
-becomes the largest number with which no sum can overflow 32 bits. Of 576 inputs and a weight of 8 bits that is 29,127,
-nearly 16 bits, so what is lost is lost in rounding weights. With all layers of SmolLM2-135M, whose weights have 4 bits
-in groups, rounded to 8 the mean KL divergence was 0.0024 nats per token over three texts, to 10 bits 0.0002; with its
-head alone 0.0015 for 8.
+A weight has one scale per output. Inputs are rounded as they come, to more bits than weights have: each
+token's largest becomes the largest number with which no sum can overflow 32 bits. Of 576 inputs and a weight
+of 8 bits that is 29,127, nearly 16 bits, so what is lost is lost in rounding weights. With all layers of
+SmolLM2-135M, whose weights have 4 bits in groups, rounded to 8 the mean KL divergence was 0.0024 nats per
+token over three texts, to 10 bits 0.0002; with its head alone 0.0015 for 8.
 
-At best two cores of Zen 3 made 170 to 190 billion multiplications and additions a second of 16 rows as of 512, float32
-of the same weights 85 (compiled loops, 16 rows) and 143 (the library, 512).
+At best two cores of Zen 3 made 170 to 190 billion multiplications and additions a second of 16 rows as of
+512, float32 of the same weights 85 (compiled loops, 16 rows) and 143 (the library, 512).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _library.define("whole_numbers_product(Tensor numbers, Tensor weight) -> Tensor"
 
 
 class WholeNumbers(NamedTuple):
-    """A weight: int8 [out, in], or int16 with numbers of 10 bits, and scales, float32 [parts, out], of the parts into
-    which ``parts_of`` divides the inputs."""
+    """A weight: int8 [out, in], or int16 with numbers of 10 bits, and scales, float32 [parts, out], of the
+    parts into which ``parts_of`` divides the inputs."""
 
     values: Tensor
     scale: Tensor

@@ -1,11 +1,11 @@
 """From logits to token ids: penalties, temperature, min-p, top-k, top-p, Gumbel-max draws, log-probabilities.
 
-Every truncation keeps the tokens at or above a threshold of their row, so the three of them together are one number
-per row, and tokens that tie with the last one kept are kept too: the outcome does not depend on how a sort orders
-equals. The probability mass of top-p is summed in integers, whose sums are the same in any order.
+Every truncation keeps the tokens at or above a threshold of their row, so the three of them together are one
+number per row, and tokens that tie with the last one kept are kept too: the outcome does not depend on how a
+sort orders equals. The probability mass of top-p is summed in integers, whose sums are the same in any order.
 
-Rows never influence each other. The functions take and return tensors only, without data-dependent control flow, so
-each can be compiled as it stands.
+Rows never influence each other. The functions take and return tensors only, without data-dependent control
+flow, so each can be compiled as it stands.
 """
 
 from math import gcd
@@ -19,8 +19,8 @@ from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at
 # exp(scaled) <= 1 in units of 2^-40: a vocabulary of 2^22 tokens sums to less than 2^63.
 _MASS_UNIT = 2.0**40
 MIN_RUN, MAX_RUN = 64, 512
-"""Logits side by side whose greatest is found first. For 16 rows of 49,152 in bfloat16, max alone took 0.33 ms on two
-cores, runs of 64 took 0.28, of 256 0.18, of 512 0.15."""
+"""Logits side by side whose greatest is found first. For 16 rows of 49,152 in bfloat16, max alone took 0.33
+ms on two cores, runs of 64 took 0.28, of 256 0.18, of 512 0.15."""
 
 
 def apply_penalties(
@@ -31,12 +31,13 @@ def apply_penalties(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """Lower the logits of tokens that occurred: presence and frequency (OpenAI), repetition (Keskar et al. 2019).
+    """Lower the logits of tokens that occurred:
+    presence and frequency (OpenAI), repetition (Keskar et al. 2019).
 
     Returns float32 [R, V]; a logit of -inf stays -inf.
 
-    logits [R, V] float32; prompt_mask [R, V] bool: token is in the prompt; output_counts [R, V] int32: occurrences
-    among the generated tokens. presence, frequency, repetition [R] float32.
+    logits [R, V] float32; prompt_mask [R, V] bool: token is in the prompt; output_counts [R, V] int32:
+    occurrences among the generated tokens. presence, frequency, repetition [R] float32.
 
     First repetition: logits of tokens in prompt or output are divided by it when positive and multiplied when
     negative. Then frequency * count and presence (once) are subtracted; these two look at the output only.
@@ -48,10 +49,11 @@ def apply_penalties(
 
 
 def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - row maximum) / temperature: logits [R, V] float32, temperature [R] float32 > 0 -> float32 [R, V].
+    """(logits - row maximum) / temperature:
+    logits [R, V] float32, temperature [R] float32 > 0 -> float32 [R, V].
 
-    The largest entry is exactly 0, whatever the temperature. NaN counts as -inf (never drawn); a row without any
-    finite entry becomes -inf throughout.
+    The largest entry is exactly 0, whatever the temperature. NaN counts as -inf (never drawn); a row without
+    any finite entry becomes -inf throughout.
     """
     logits = _finite(logits)
     return (logits - _largest(logits)) / temperature[:, None]
@@ -69,7 +71,8 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def top_candidates(scaled: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """The C = min(num_candidates, V) largest of scaled [R, V], largest first: values and token ids (int64), [R, C]."""
+    """The C = min(num_candidates, V) largest of scaled [R, V], largest first:
+    values and token ids (int64), [R, C]."""
     values, token_ids = torch.topk(scaled, min(num_candidates, scaled.shape[-1]), dim=-1)
     return values, token_ids
 
@@ -85,10 +88,12 @@ def truncation_threshold(
 ) -> tuple[Tensor, Tensor]:
     """The value from which on tokens are kept by min-p, then top-k, then top-p of the renormalised rest.
 
-    scaled [R, V]: from scale_by_temperature. ordered [R, C]: its C largest values, largest first (C = V: all).
-    top_k [R] int64 (below 1: all); top_p [R] float32 in (0, 1], None if all are 1; min_p [R] float32 in [0, 1].
-    Returns (threshold [R] float32, exact [R] bool). Where exact is False, the C values do not reach far enough to
-    tell, or do not contain everything that is kept, and C = V is needed; with C = V it is always True.
+    scaled [R, V]: from scale_by_temperature.
+    ordered [R, C]: its C largest values, largest first (C = V: all).
+    top_k [R] int64 (below 1: all); top_p [R] float32 in (0, 1], None if all are 1; min_p [R] float32 in [0,
+    1]. Returns (threshold [R] float32, exact [R] bool). Where exact is False, the C values do not reach far
+    enough to tell, or do not contain everything that is kept, and C = V is needed; with C = V it is always
+    True.
     The likeliest token is always kept.
     """
     vocab_size, num_ordered = scaled.shape[-1], ordered.shape[-1]
@@ -118,7 +123,8 @@ def bisected_threshold(
 ) -> Tensor:
     """The threshold of ``truncation_threshold`` with C = V, float32 [R], without a sort: see ``bisection``.
 
-    keys [R, V]: those of logits of this dtype; temperature [R] float32 > 0; the rest as there, but top_p is never None.
+    keys [R, V]: those of logits of this dtype; temperature [R] float32 > 0;
+    the rest as there, but top_p is never None.
     """
     values = _of_keys(keys, dtype)
     largest = _largest(values)
@@ -134,7 +140,9 @@ def bisected_threshold(
     threshold = torch.maximum(torch.log(min_p), torch.where(keeps_all, -torch.inf, kth))
     mass = _mass(scaled(values), threshold)
     enough = top_p.double() * mass.sum(-1).double()
-    last = scaled_at(greatest_key(keys, lambda reached: torch.where(reached, mass, 0).sum(-1).double() >= enough))
+    last = scaled_at(
+        greatest_key(keys, lambda reached: torch.where(reached, mass, 0).sum(-1).double() >= enough)
+    )
     return torch.where(top_p < 1.0, torch.maximum(threshold, last), threshold)
 
 
@@ -156,9 +164,10 @@ def draw_from_candidates(
 ) -> tuple[Tensor, Tensor]:
     """Truncate and draw, looking for winners among the candidates only.
 
-    scaled [R, V]; candidates, candidate_ids [R, C]: from top_candidates; seeds, positions [R] int64; the rest as in
-    truncation_threshold. Returns (token ids [R] int64, exact [R] bool). Where exact is True the token is the one that
-    draw_from_vocabulary gives with the exact threshold; elsewhere it is to be drawn again from more candidates.
+    scaled [R, V]; candidates, candidate_ids [R, C]: from top_candidates; seeds, positions [R] int64; the rest
+    as in truncation_threshold. Returns (token ids [R] int64, exact [R] bool). Where exact is True the token
+    is the one that draw_from_vocabulary gives with the exact threshold; elsewhere it is to be drawn again
+    from more candidates.
     """
     threshold, exact = truncation_threshold(scaled, candidates, top_k, top_p, min_p)
     scores = candidates + gumbel_noise_at(seeds, positions, candidate_ids)
@@ -180,7 +189,8 @@ def draw_among_likeliest(
     *,
     num_candidates: int,
 ) -> tuple[Tensor, Tensor]:
-    """``draw_from_candidates`` of so many of the likeliest tokens, from logits [R, V]. To be compiled, for a CPU.
+    """``draw_from_candidates`` of so many of the likeliest tokens, from logits [R, V].
+    To be compiled, for a CPU.
 
     temperature [R] float32 > 0; the rest as there.
     """
@@ -197,8 +207,8 @@ def has_runs(vocab_size: int) -> bool:
 def likeliest(logits: Tensor) -> Tensor:
     """Id of the greatest of logits [R, V] in each row, the smallest id among equals; int64 [R].
 
-    max keeps the index as it goes: on a CPU it is five times as fast as argmax over bfloat16. amax, which keeps none,
-    is faster still: it finds the run that the greatest lies in, and max looks into that one only.
+    max keeps the index as it goes: on a CPU it is five times as fast as argmax over bfloat16. amax, which
+    keeps none, is faster still: it finds the run that the greatest lies in, and max looks into that one only.
     """
     if logits.device.type != "cpu" or not has_runs(logits.shape[-1]):
         return logits.max(-1).indices
@@ -217,11 +227,11 @@ def draw_from_vocabulary(
     *,
     quick: bool = False,
 ) -> Tensor:
-    """Gumbel-max (Gumbel 1954): the argmax of scaled [R, V] + noise over entries >= threshold [R] is a draw from their
-    softmax.
+    """Gumbel-max (Gumbel 1954): the argmax of scaled [R,
+    V] + noise over entries >= threshold [R] is a draw from their softmax.
 
-    seeds, positions [R] int64. is_random [R] bool: where it is false there is no noise, and the likeliest is taken.
-    quick: see ``gumbel_noise``. Returns int64 [R], always below V; 0 for a row of -inf.
+    seeds, positions [R] int64. is_random [R] bool: where it is false there is no noise, and the likeliest is
+    taken. quick: see ``gumbel_noise``. Returns int64 [R], always below V; 0 for a row of -inf.
     """
     noise = gumbel_noise(seeds, positions, scaled.shape[-1], quick=quick)
     if is_random is not None:
@@ -233,10 +243,10 @@ def draw_from_vocabulary(
 def draw(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """A token of each row that nothing but temperature and min-p restricts: int64 [R]. To be compiled.
 
-    logits [R, V] any float dtype; temperature [R] float32, 0 for the likeliest token; min_p [R] float32; seeds,
-    positions [R] int64. Two loops over the logits, for the maximum and for the draw, take the place of some thirty
-    operators that each go through as many values: 0.21 ms for 256 rows of a vocabulary of 152,000 on an H100, 1.3 in
-    place of 9 ms for 16 rows of 49,152 on two cores of Zen 4 (``test_bench_sampling.py``).
+    logits [R, V] any float dtype; temperature [R] float32, 0 for the likeliest token; min_p [R] float32;
+    seeds, positions [R] int64. Two loops over the logits, for the maximum and for the draw, take the place of
+    some thirty operators that each go through as many values: 0.21 ms for 256 rows of a vocabulary of 152,000
+    on an H100, 1.3 in place of 9 ms for 16 rows of 49,152 on two cores of Zen 4 (``test_bench_sampling.py``).
     """
     return _draw_above(torch.log(min_p), logits.float(), temperature, seeds, positions)
 
@@ -252,15 +262,19 @@ def draw_truncated(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``draw`` where top-k [R] int64 and top-p [R] float32 may restrict rows too, as in ``bisected_threshold``.
+    """``draw`` where top-k [R] int64 and top-p [R] float32 may restrict rows too,
+    as in ``bisected_threshold``.
 
-    keys [R, V]: ``sortable`` of logits of this dtype, made beforehand: each loop over them would make them anew.
+    keys [R, V]: ``sortable`` of logits of this dtype, made beforehand:
+    each loop over them would make them anew.
     """
     threshold = bisected_threshold(keys, dtype, _above_zero(temperature), top_k, top_p, min_p)
     return _draw_above(threshold, _of_keys(keys, dtype), temperature, seeds, positions)
 
 
-def _draw_above(threshold: Tensor, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def _draw_above(
+    threshold: Tensor, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
     scaled = scale_by_temperature(logits, _above_zero(temperature))
     quick = logits.device.type == "cpu"
     return draw_from_vocabulary(scaled, threshold, seeds, positions, temperature > 0.0, quick=quick)
@@ -274,9 +288,9 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
     """Log-probabilities of given tokens and of the likeliest ones, in float32.
 
     logits [R, V] any float dtype; token_ids [R] int64 below V; 0 <= k, cut to V.
-    Returns (logprobs [R] float32, ranks [R] int64, top ids [R, k] int64, top logprobs [R, k] float32). The rank is 1
-    for the likeliest: one more than the number of strictly likelier tokens. The top ids come likeliest first, equals
-    by id.
+    Returns (logprobs [R] float32, ranks [R] int64, top ids [R, k] int64, top logprobs [R, k] float32). The
+    rank is 1 for the likeliest: one more than the number of strictly likelier tokens. The top ids come
+    likeliest first, equals by id.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, token_ids[:, None])

@@ -1,8 +1,9 @@
-"""Stateless sampling noise: a hash of (seed, position, token id), so no generator state exists to keep or to lose.
+"""Stateless sampling noise: a hash of (seed, position, token id),
+so no generator state exists to keep or to lose.
 
-The same three numbers give the same bits on a CPU and on a GPU, eager and compiled, in any batch and in any order
-(counter-based random numbers, Salmon et al. 2011). The mixing step is the two-multiplier 32-bit finaliser with the
-constants of Chris Wellons' hash prospector, whose bias is the lowest found for this form.
+The same three numbers give the same bits on a CPU and on a GPU, eager and compiled, in any batch and in any
+order (counter-based random numbers, Salmon et al. 2011). The mixing step is the two-multiplier 32-bit
+finaliser with the constants of Chris Wellons' hash prospector, whose bias is the lowest found for this form.
 """
 
 import torch
@@ -35,7 +36,8 @@ def _to_int32(word: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Absorb all 128 bits of seeds [R] int64 and positions [R] int64 into two independent keys, int32 [R] each."""
+    """Absorb all 128 bits of seeds [R] int64 and positions [R] int64 into two independent keys,
+    int32 [R] each."""
     words = (seeds & _WORD, (seeds >> 32) & _WORD, positions & _WORD, (positions >> 32) & _WORD)
     keys = []
     for start in _KEY_STARTS:
@@ -49,16 +51,18 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Uniform bits: seeds, positions [R] int64, token_ids [V] or [R, V] integer -> int32 [R, V], every bit usable.
+    """Uniform bits: seeds, positions [R] int64, token_ids [V] or [R, V] integer -> int32 [R, V],
+    every bit usable.
 
     One key enters before the mix and the other in its middle: two rows that share one of them still differ.
     """
     first_key, second_key = row_keys(seeds, positions)
     # int32 products wrap; half the width of int64 is half the memory traffic and maps to vector multiplies.
-    # Token ids differ in their low bits only, which two multiplications alone leave visible between ids 256 or more
-    # apart; the golden multiple, computed once for all rows, hides it.
-    # Ids are never negative, so the mask changes none. It keeps the product out of index expressions: Inductor folds
-    # arange times a constant into one, where Triton got a constant beyond int32 for a vocabulary of 128,256.
+    # Token ids differ in their low bits only, which two multiplications alone leave visible between ids 256
+    # or more apart; the golden multiple, computed once for all rows, hides it.
+    # Ids are never negative, so the mask changes none. It keeps the product out of index expressions:
+    # Inductor folds arange times a constant into one, where Triton got a constant beyond int32 for a
+    # vocabulary of 128,256.
     x = ((token_ids.to(torch.int32) & 0x7FFFFFFF) * _GOLDEN_INT32) ^ first_key[:, None]
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _FIRST_MULTIPLIER
@@ -69,10 +73,12 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of chosen tokens: seeds, positions [R] int64, token_ids [V] or [R, V] -> float32 [R, V].
+    """Standard Gumbel noise of chosen tokens:
+    seeds, positions [R] int64, token_ids [V] or [R, V] -> float32 [R, V].
 
-    Always finite, between -2.9 and 22.2. The uniform is taken as 1 - v with v in (0, 1) from 31 bits, because floats
-    are dense next to zero: the upper tail, which decides whether unlikely tokens are ever drawn, keeps its resolution.
+    Always finite, between -2.9 and 22.2. The uniform is taken as 1 - v with v in (0, 1) from 31 bits, because
+    floats are dense next to zero: the upper tail, which decides whether unlikely tokens are ever drawn, keeps
+    its resolution.
     """
     return -torch.log(-torch.log1p(-_uniform(seeds, positions, token_ids)))
 

@@ -1,4 +1,5 @@
-"""Token masks with one bit per token, as grammars compute them: 32 times smaller than logits on their way over."""
+"""Token masks with one bit per token, as grammars compute them:
+32 times smaller than logits on their way over."""
 
 from functools import lru_cache
 
@@ -12,12 +13,14 @@ def bitmask_words(vocab_size: int) -> int:
 
 
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """logits [R, V] float, in place -inf where the token's bit in bitmask [R, ceil(V / 32)] int32 is not set: bit
-    t % 32 of word t // 32 stands for token t. What is NaN stays so. Raises ValueError if the shapes do not fit.
+    """logits [R, V] float, in place -inf where the token's bit in bitmask [R,
+    ceil(V / 32)] int32 is not set: bit
+    t % 32 of word t // 32 stands for token t. What is NaN stays so.
+    Raises ValueError if the shapes do not fit.
 
-    Two passes over the logits' size, vectorised without being compiled: every byte of the mask becomes the limits of
-    eight logits, by a table, and the logits the smaller of themselves and those. A shift and a test for every token
-    take 20 times as long.
+    Two passes over the logits' size, vectorised without being compiled: every byte of the mask becomes the
+    limits of eight logits, by a table, and the logits the smaller of themselves and those. A shift and a test
+    for every token take 20 times as long.
     """
     rows, vocab_size = logits.shape
     if bitmask.shape[0] != rows or bitmask.shape[1] != bitmask_words(vocab_size):

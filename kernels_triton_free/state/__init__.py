@@ -1,4 +1,5 @@
-"""Layers that keep a state of fixed size in place of keys and values: short convolutions, gated delta rule, Mamba2.
+"""Layers that keep a state of fixed size in place of keys and values:
+short convolutions, gated delta rule, Mamba2.
 
 May import: torch only.
 """

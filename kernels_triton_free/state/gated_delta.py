@@ -1,14 +1,16 @@
-"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks"): a linear attention that overwrites what it knows.
+"""The gated delta rule (Yang et al.
+2024, "Gated Delta Networks"): a linear attention that overwrites what it knows.
 
-Each head keeps a state S [key_dim, value_dim]. For every token, with its key k, query q, value v, decay a and rate b:
+Each head keeps a state S [key_dim, value_dim].
+For every token, with its key k, query q, value v, decay a and rate b:
 
     S = a S                        forget a little
     S = S + k (b (v - S^T k))      write what the state does not yet answer to this key
     o = S^T q                      read
 
-All in float32. Tokens of a tile are computed together: what each one writes depends on what those before it wrote,
-which is a triangular system of 64 equations (the WY form of Yang et al. 2024, "Parallelizing linear transformers with
-the delta rule").
+All in float32. Tokens of a tile are computed together: what each one writes depends on what those before it
+wrote, which is a triangular system of 64 equations (the WY form of Yang et al. 2024, "Parallelizing linear
+transformers with the delta rule").
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def gated_delta(
     """Outputs [tokens, heads, value_dim]; the states are changed in place.
 
     q, k: float32 [tokens, key_heads, key_dim], k of length 1 and q with its scale. v: float32
-    [tokens, heads, value_dim]; heads is a multiple of key_heads, and neighbours share a key. log_decay (at most 0),
-    rate (0 to 1): float32 [tokens, heads]. states: float32 [slots, heads, key_dim, value_dim]. read, write: [rows],
-    the slots of the state in front of each row and behind it. plan: from ``plan_scan``.
+    [tokens, heads, value_dim]; heads is a multiple of key_heads, and neighbours share a key. log_decay (at
+    most 0), rate (0 to 1): float32 [tokens, heads]. states: float32 [slots, heads, key_dim, value_dim]. read,
+    write: [rows], the slots of the state in front of each row and behind it. plan: from ``plan_scan``.
     """
     return scan_rows((q, k, v, log_decay, rate), states, read, write, plan, _step, _scan)
 
@@ -69,8 +71,9 @@ def _scan(inputs: Sequence[Tensor], states: Tensor, tiles: ScanTiles) -> Scanned
     from_start, to_end, between = decay_between(log_decay)
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
 
-    # Token i writes what its value differs by from the answer of the state, to which all tokens before it have written.
-    # What they write is solved for twice: for an empty state in front of the tile, and per unit of that state.
+    # Token i writes what its value differs by from the answer of the state, to which all tokens before it
+    # have written. What they write is solved for twice: for an empty state in front of the tile, and per unit
+    # of that state.
     system = k @ k.mT * between * rate
     sides = torch.cat([v * rate, k * from_start * rate], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)

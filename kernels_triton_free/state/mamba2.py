@@ -38,8 +38,9 @@ def mamba2(
     """Outputs [tokens, heads, head_dim]; the states are changed in place.
 
     x: float32 [tokens, heads, head_dim]. step_size (not below 0), log_decay (step_size times A): float32
-    [tokens, heads]. b, c: float32 [tokens, groups, state_dim]; heads is a multiple of groups, and neighbours share
-    them. states: float32 [slots, heads, state_dim, head_dim]. read, write: [rows], the slots of the state in
+    [tokens, heads]. b, c: float32 [tokens, groups, state_dim]; heads is a multiple of groups, and neighbours
+    share them. states: float32 [slots, heads, state_dim, head_dim]. read, write: [rows], the slots of the
+    state in
     front of each row and behind it. plan: from ``plan_scan``.
     """
     return scan_rows((x * step_size[..., None], log_decay, b, c), states, read, write, plan, _step, _scan)
@@ -54,7 +55,8 @@ def _step(inputs: Sequence[Tensor], states: Tensor) -> Scanned:
 
 
 def _scan(inputs: Sequence[Tensor], states: Tensor, tiles: ScanTiles) -> Scanned:
-    """Inputs [tiles, 64, …] -> outputs [tiles, 64, heads, head_dim]. Below, heads are [groups, heads of a group]."""
+    """Inputs [tiles, 64, …] -> outputs [tiles, 64, heads, head_dim].
+    Below, heads are [groups, heads of a group]."""
     x, log_decay, b, c = inputs
     groups = b.shape[2]
     is_token = tiles.is_token[..., None]

@@ -8,12 +8,15 @@ from torch import Tensor
 from kernels_triton_free.state.rows import StateRows
 
 
-def short_conv(x: Tensor, state: Tensor, rows: StateRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [tokens, channels] -> weights times the last tokens of the same row, summed, plus bias: same shape and dtype.
+def short_conv(
+    x: Tensor, state: Tensor, rows: StateRows, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x [tokens, channels] -> weights times the last tokens of the same row, summed, plus bias:
+    same shape and dtype.
 
-    state [slots, taps - 1, channels], in place: the last inputs of each row, oldest first. weight [channels, taps], its
-    last column for the token itself; bias [channels]. Both are indexed as one list of inputs, so that there is no loop
-    over rows. Computed in the dtype of x.
+    state [slots, taps - 1, channels], in place: the last inputs of each row, oldest first. weight [channels,
+    taps], its last column for the token itself; bias [channels]. Both are indexed as one list of inputs, so
+    that there is no loop over rows. Computed in the dtype of x.
     """
     taps = weight.shape[1]
     before = state[rows.read]  # [rows, taps - 1, channels]

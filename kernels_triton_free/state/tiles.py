@@ -1,9 +1,9 @@
 """How the tokens of many requests are laid out for a scan over each of them: single tokens, and tiles of 64.
 
-A request with one token needs one step of the recurrence. A longer one is cut into tiles. What happens within tiles is
-computed for all of them at once, as matrix products; then states go from tile to tile, all requests side by side. The
-tiles are numbered so that the first ones of all requests come first, then all second ones, and so on, the longest
-request at the head: what one turn of the scan needs is a slice.
+A request with one token needs one step of the recurrence. A longer one is cut into tiles. What happens within
+tiles is computed for all of them at once, as matrix products; then states go from tile to tile, all requests
+side by side. The tiles are numbered so that the first ones of all requests come first, then all second ones,
+and so on, the longest request at the head: what one turn of the scan needs is a slice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ TILE = 64
 class ScanTiles(NamedTuple):
     """The requests of a step that have several tokens.
 
-    rows: int64 [requests], which of the step's rows they are, the longest first. tokens: int64 [tiles, 64], which of
-    the step's tokens lie in a tile. is_token: bool [tiles, 64], false behind a request's last token (``tokens`` repeats
-    that one there). levels: how many requests have a first tile, how many have a second one, … .
+    rows: int64 [requests], which of the step's rows they are, the longest first. tokens: int64 [tiles, 64],
+    which of the step's tokens lie in a tile. is_token: bool [tiles, 64], false behind a request's last token
+    (``tokens`` repeats that one there). levels: how many requests have a first tile, how many have a second
+    one, … .
     """
 
     rows: Tensor
@@ -35,9 +36,10 @@ class ScanTiles(NamedTuple):
 class ScanPlan(NamedTuple):
     """All requests of a step, whose tokens lie one after the other.
 
-    single_rows, single_tokens: int64 [singles], the rows that have one token, and which one. tiles: the longer ones, if
-    there are any. empty_rows: those without tokens, whose states stay what they are. places: int64 [tokens], where each
-    token's output lies among those of the single tokens and, behind them, those of the tiles.
+    single_rows, single_tokens: int64 [singles], the rows that have one token, and which one. tiles: the
+    longer ones, if there are any. empty_rows: those without tokens, whose states stay what they are. places:
+    int64 [tokens], where each token's output lies among those of the single tokens and, behind them, those of
+    the tiles.
     """
 
     single_rows: Tensor
@@ -98,9 +100,9 @@ def scan_rows(
 ) -> Tensor:
     """Run single tokens through ``step`` and tiles through ``scan``; returns their outputs [tokens, …].
 
-    inputs: [tokens, …] each; ``step`` is given [singles, …] and ``scan`` [tiles, 64, …]. states: [slots, …], changed in
-    place. read, write: [rows], the slots of the state in front of each row and behind it; no row reads what another one
-    writes. plan: from ``plan_scan``.
+    inputs: [tokens, …] each; ``step`` is given [singles, …] and ``scan`` [tiles, 64, …]. states: [slots, …],
+    changed in place. read, write: [rows], the slots of the state in front of each row and behind it; no row
+    reads what another one writes. plan: from ``plan_scan``.
     """
     if plan is None:
         out, states[write] = step(inputs, states[read])
@@ -109,14 +111,19 @@ def scan_rows(
     out, states[write[rows]] = step([x[plan.single_tokens] for x in inputs], states[read[rows]])
     if plan.tiles is not None:
         rows = plan.tiles.rows
-        in_tiles, states[write[rows]] = scan([x[plan.tiles.tokens] for x in inputs], states[read[rows]], plan.tiles)
+        in_tiles, states[write[rows]] = scan(
+            [x[plan.tiles.tokens] for x in inputs], states[read[rows]], plan.tiles
+        )
         out = torch.cat([out, in_tiles.flatten(0, 1)])
     states[write[plan.empty_rows]] = states[read[plan.empty_rows]]
     return out[plan.places]
 
 
-def through_levels(states: Tensor, levels: Sequence[int], turn: Callable[[slice, Tensor], Scanned]) -> Scanned:
-    """Take states [requests, …] through the tiles of each; (outputs [tiles, …], states behind the last tiles).
+def through_levels(
+    states: Tensor, levels: Sequence[int], turn: Callable[[slice, Tensor], Scanned]
+) -> Scanned:
+    """Take states [requests, …] through the tiles of each;
+    (outputs [tiles, …], states behind the last tiles).
 
     turn: (the tiles of a level, states in front of them) -> (outputs, states behind them).
     """
@@ -130,8 +137,8 @@ def through_levels(states: Tensor, levels: Sequence[int], turn: Callable[[slice,
 
 
 def decay_between(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log decays of a tile's tokens [..., 64] -> decays: from before the tile to each token [..., 64], from each token
-    to the tile's end [..., 64], and from token j to token i [..., i, j], 0 for j > i."""
+    """Log decays of a tile's tokens [..., 64] -> decays: from before the tile to each token [..., 64], from
+    each token to the tile's end [..., 64], and from token j to token i [..., i, j], 0 for j > i."""
     summed = log_decay.cumsum(-1)
     is_later = torch.ones(TILE, TILE, dtype=torch.bool, device=summed.device).triu(1)
     between = (summed[..., :, None] - summed[..., None, :]).masked_fill(is_later, -torch.inf).exp()

@@ -3,11 +3,12 @@
     K [blocks, kv_heads, block_size / S, D, S]      S tokens side by side, one dimension after the other
     V [blocks, kv_heads, D / S, block_size, S]      S dimensions side by side, one token after the other
 
-Attention of a single token reads every key and value once and computes next to nothing with it, so it should run at the
-speed of memory. A score is a sum over D, and what is mixed is a sum over tokens: with strips, compiled loops take S
-scores, or S dimensions, in one register and go through whole cache lines in the order in which they lie in memory.
-Where a key lies in one piece instead, every score is summed up across a register, and neighbouring dimensions of V are
-read in passes that skip from token to token. As in the plain layout a block is one slice, and takes as many bytes.
+Attention of a single token reads every key and value once and computes next to nothing with it, so it should
+run at the speed of memory. A score is a sum over D, and what is mixed is a sum over tokens: with strips,
+compiled loops take S scores, or S dimensions, in one register and go through whole cache lines in the order
+in which they lie in memory. Where a key lies in one piece instead, every score is summed up across a
+register, and neighbouring dimensions of V are read in passes that skip from token to token. As in the plain
+layout a block is one slice, and takes as many bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def has_strips(cache: Tensor) -> bool:
 def can_have_strips(block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether blocks and keys are whole strips, of a dtype that loops compute with."""
     strip = strip_size(dtype)
-    return dtype in (torch.float32, torch.bfloat16, torch.float16) and not (block_size % strip or head_dim % strip)
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and not (
+        block_size % strip or head_dim % strip
+    )
 
 
 def strip_shapes(
@@ -44,8 +47,8 @@ def strip_shapes(
 
 
 def write_strips(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k, v [tokens, kv_heads, D] in place, in the dtype of the cache. slots int [tokens]: block * block_size +
-    offset."""
+    """Store k, v [tokens, kv_heads, D] in place, in the dtype of the cache.
+    slots int [tokens]: block * block_size + offset."""
     tokens, kv_heads, dim = k.shape
     size, strip = v_cache.shape[3:]
     block, place = _divided(slots, size)
@@ -55,7 +58,8 @@ def write_strips(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: 
 
 
 def _divided(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Quotient and remainder of numbers that are not negative; compiled code divides for each value that it stores."""
+    """Quotient and remainder of numbers that are not negative;
+    compiled code divides for each value that it stores."""
     if size & (size - 1):
         return numbers // size, numbers % size
     return numbers >> (size.bit_length() - 1), numbers & (size - 1)

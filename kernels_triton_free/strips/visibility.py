@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 Visibility = Callable[[Tensor, Tensor], Tensor]
-"""(position of a query, position of a key) -> whether the query sees the key; int32 and bool scalars of a kernel."""
+"""(position of a query, position of a key) -> whether the query sees the key;
+int32 and bool scalars of a kernel."""
 ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(scaled score, query head, position of the query, position of the key) -> score."""
 

@@ -1,9 +1,10 @@
-"""The seam of attention: a backend prepares what it wants to know of a step, and then attends, layer by layer.
+"""The seam of attention: a backend prepares what it wants to know of a step, and then attends,
+layer by layer.
 
-The worker knows nothing of tiles, lists or gathering. It says which rows a step has, keeps what ``prepare`` returns,
-and hands it to ``attend`` with each layer's cache, spec and queries. So a backend may pack the queries of requests
-that share a prefix into one tile, keep another kind of cache, or be made of one backend for each KV group, and neither
-the runner nor the step builder changes.
+The worker knows nothing of tiles, lists or gathering. It says which rows a step has, keeps what ``prepare``
+returns, and hands it to ``attend`` with each layer's cache, spec and queries. So a backend may pack the
+queries of requests that share a prefix into one tile, keep another kind of cache, or be made of one backend
+for each KV group, and neither the runner nor the step builder changes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from minivllm.specs.caches import CacheSpec, LayerCache
 class StepRows(NamedTuple):
     """The rows of a step, ``in_step_order``; their tokens lie one after the other.
 
-    slots, starts, counts: int64 [rows]: batch slot of the request, position of its first token in this step, number of
-    its tokens. num_single, num_few: rows with a single token and with few. num_padded: tokens of the step, padding
-    included. A step without rows holds padding only, ``num_padded`` tokens that attention treats as rows with a single
-    token: such steps capture graphs.
+    slots, starts, counts: int64 [rows]: batch slot of the request, position of its first token in this step,
+    number of its tokens. num_single, num_few: rows with a single token and with few. num_padded: tokens of
+    the step, padding included. A step without rows holds padding only, ``num_padded`` tokens that attention
+    treats as rows with a single token: such steps capture graphs.
     """
 
     slots: np.ndarray
@@ -55,15 +56,17 @@ class StepRows(NamedTuple):
         if ahead is not None:
             first = int(self.counts[:begin].sum())
             ahead = ahead[first : first + int(self.counts[part].sum())]
-        return self._replace(slots=self.slots[part], starts=self.starts[part], counts=self.counts[part], ahead=ahead)
+        return self._replace(
+            slots=self.slots[part], starts=self.starts[part], counts=self.counts[part], ahead=ahead
+        )
 
 
 class BlockTables(Protocol):
     """Where the tokens of requests lie in the KV cache: the persistent batch, or one KV group of it.
 
-    block_table int32 [batch slots, max blocks of a request]: physical blocks in order; block 0 is the null block.
-    kv_position int32 [blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A block
-    that is shared through the prefix cache holds the same positions for all requests.
+    block_table int32 [batch slots, max blocks of a request]: physical blocks in order; block 0 is the null
+    block. kv_position int32 [blocks, rounded up; block_size]: position in its sequence of what each cache
+    slot holds. A block that is shared through the prefix cache holds the same positions for all requests.
     """
 
     block_size: int
@@ -76,12 +79,13 @@ class AttentionContext:
     """What a backend is made from. It serves layers that share block tables.
 
     specs: the different specs of these layers. kv_heads, query_group, head_dim: shape of the queries
-    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of attention's output.
-    cache_dtype: of keys and values. tables: of the KV group that these layers belong to. num_blocks: of its pool, the
-    null block included. in_strips: whether keys and values are stored so (``kernels_triton_free.strips``).
-    max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see ``in_step_order``.
-    compile_region: turns a function of tensors into what is called in its place. compiles: whether that is compiled
-    code. min_rows: the fewest rows that it takes. policy: the choices for this device.
+    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of
+    attention's output. cache_dtype: of keys and values. tables: of the KV group that these layers belong to.
+    num_blocks: of its pool, the null block included. in_strips: whether keys and values are stored so
+    (``kernels_triton_free.strips``). max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size:
+    see ``in_step_order``.
+    compile_region: turns a function of tensors into what is called in its place. compiles: whether that is
+    compiled code. min_rows: the fewest rows that it takes. policy: the choices for this device.
     """
 
     specs: tuple[AttentionSpec, ...]
@@ -103,8 +107,8 @@ class AttentionContext:
     device: torch.device
     in_strips: bool = False
     shares_kernels: bool = False
-    """Other layers of the model do not see all earlier keys. Kernels then take both bounds, also where the first one is
-    0 everywhere, so that one serves all layers."""
+    """Other layers of the model do not see all earlier keys. Kernels then take both bounds, also where the
+    first one is 0 everywhere, so that one serves all layers."""
 
     @property
     def has_low(self) -> bool:
@@ -123,27 +127,28 @@ class AttentionContext:
 
 
 class AttentionBackend(Protocol):
-    """Attends to the paged cache. Made by a factory from an AttentionContext; see ``minivllm.register_attention``."""
+    """Attends to the paged cache. Made by a factory from an AttentionContext;
+    see ``minivllm.register_attention``."""
 
     @property
     def decode_batches(self) -> Sequence[int]:
-        """Numbers of single-token rows of which each needs a step of its own in the warm-up; none if one mixed step
-        compiles everything."""
+        """Numbers of single-token rows of which each needs a step of its own in the warm-up;
+        none if one mixed step compiles everything."""
 
     def prepare(self, rows: StepRows) -> Any:
         """What ``attend`` needs to know of a step: a tensor, or a tuple of such things.
 
-        Valid until the next call. The block tables are up to date on the device. Of a step with nothing but single
-        tokens, a graph may be captured: its tensors must lie in buffers of the backend, at the same addresses whenever
-        rows.num_padded is the same.
+        Valid until the next call. The block tables are up to date on the device. Of a step with nothing but
+        single tokens, a graph may be captured: its tensors must lie in buffers of the backend, at the same
+        addresses whenever rows.num_padded is the same.
         """
 
     def attend(
         self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype, but with spec.value_dim in the
-        place of head_dim where keys hold the values.
+        """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype, but with
+        spec.value_dim in the place of head_dim where keys hold the values.
 
-        metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. sinks:
-        float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.
+        metadata: of this step. cache: of one layer, and the keys and values of this step are in it already.
+        sinks: float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.
         """

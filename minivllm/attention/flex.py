@@ -21,8 +21,8 @@ from minivllm.specs.caches import LayerCache
 
 
 def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:
-    """Attention by a rule: compiled FlexAttention, or the reference where nothing is compiled, which is slower. Latents
-    are gathered and multiplied in both cases; ConfigError for a rule over them."""
+    """Attention by a rule: compiled FlexAttention, or the reference where nothing is compiled, which is
+    slower. Latents are gathered and multiplied in both cases; ConfigError for a rule over them."""
     if any(spec.value_dim is not None for spec in context.specs):
         if rule != CAUSAL:
             raise ConfigError(
@@ -42,8 +42,8 @@ class TilePart(NamedTuple):
 
 
 class FlexMetadata(NamedTuple):
-    """One step: the number of its tokens without padding, and what they are cut into. is_one: a single part, of
-    single tokens, takes in all of it, padding included."""
+    """One step: the number of its tokens without padding, and what they are cut into. is_one: a single part,
+    of single tokens, takes in all of it, padding included."""
 
     num_tokens: int
     parts: tuple[TilePart, ...]
@@ -51,12 +51,13 @@ class FlexMetadata(NamedTuple):
 
 
 class FlexAttention:
-    """Compiled FlexAttention. For all specs that compute alike one kernel for rows with a single token (or one for each
-    of some batch sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if drafts are verified, one
-    for them: short tiles, one for each row, that read the cache in place as those of single tokens do.
+    """Compiled FlexAttention. For all specs that compute alike one kernel for rows with a single token (or
+    one for each of some batch sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if
+    drafts are verified, one for them: short tiles, one for each row, that read the cache in place as those of
+    single tokens do.
 
-    Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and FlexAttention
-    computes prompt chunks, which copy what they read in any case.
+    Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and
+    FlexAttention computes prompt chunks, which copy what they read in any case.
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
@@ -71,7 +72,9 @@ class FlexAttention:
 
         def short(kind: str, size: int, batches: Sequence[int] = ()) -> QueryTiles:
             full = policy.lists_full_blocks
-            return QueryTiles(context, rule, kind, size, sequences, fixed_lists=True, tells_full=full, batches=batches)
+            return QueryTiles(
+                context, rule, kind, size, sequences, fixed_lists=True, tells_full=full, batches=batches
+            )
 
         if context.in_strips:
             self._single = RowPairs(context, rule)
@@ -83,16 +86,21 @@ class FlexAttention:
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
-        self._several: QueryTiles = make(context, rule, "prompt attention", size, capacity, compute_dtype=dtype)
+        self._several: QueryTiles = make(
+            context, rule, "prompt attention", size, capacity, compute_dtype=dtype
+        )
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
         num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
-        single = rows.num_single + rows.num_few - few  # drafts are single tokens where nothing else is made for them
+        single = (
+            rows.num_single + rows.num_few - few
+        )  # drafts are single tokens where nothing else is made for them
         parts = []
         token = int(rows.counts[:single].sum())
         if single or not num_rows:
-            # A step of single tokens is padded as a whole, so that nothing but its size decides what a graph replays.
+            # A step of single tokens is padded as a whole,
+            # so that nothing but its size decides what a graph replays.
             is_all = single == num_rows
             least = min(rows.num_padded, self._max_decodes) if is_all else max(token, min(rows.num_padded, 2))
             count = next((batch for batch in self.decode_batches if batch >= least), least)
@@ -108,7 +116,12 @@ class FlexAttention:
         return FlexMetadata(token, tuple(parts), is_one)
 
     def attend(
-        self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+        self,
+        metadata: FlexMetadata,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        q: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         part = metadata.parts[0]
         if metadata.is_one:
@@ -118,6 +131,7 @@ class FlexAttention:
         o = torch.empty_like(q)
         for kind, begin, end, tiles in metadata.parts:
             o[begin:end] = kind.attend(tiles, cache, spec, q, sinks)[: end - begin]
-        # Padding tokens write to the null block, which must stay finite: 0 * NaN is NaN where a kernel only masks it.
+        # Padding tokens write to the null block, which must stay finite:
+        # 0 * NaN is NaN where a kernel only masks it.
         o[metadata.num_tokens :] = 0
         return o

@@ -20,8 +20,8 @@ from minivllm.specs.caches import LayerCache
 
 
 class GatheredTiles(QueryTiles):
-    """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads. The kernel takes the
-    queries out of the step and puts back what it finds for them."""
+    """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads. The kernel
+    takes the queries out of the step and puts back what it finds for them."""
 
     @property
     def _blocks_together(self) -> int:
@@ -39,7 +39,9 @@ class GatheredTiles(QueryTiles):
             return TensorSpec(shape, torch.int32, context.device)
 
         shape = Size("tokens", 11), context.kv_heads, context.query_group, context.head_dim
-        groups = Size("groups of blocks", max(MIN_GROUPS, min(64, context.num_blocks) // self._blocks_together))
+        groups = Size(
+            "groups of blocks", max(MIN_GROUPS, min(64, context.num_blocks) // self._blocks_together)
+        )
         return {
             "q": TensorSpec(shape, context.query_dtype, context.device),
             "k_cache": inputs.pop("k_cache"),

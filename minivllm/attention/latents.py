@@ -1,5 +1,5 @@
-"""Attention over latents: blocks are gathered and multiplied in batches, since FlexAttention would round keys of 576
-values up to 1,024 on a GPU, and copy a cache that is keys and values at once on a CPU."""
+"""Attention over latents: blocks are gathered and multiplied in batches, since FlexAttention would round keys
+of 576 values up to 1,024 on a GPU, and copy a cache that is keys and values at once on a CPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ GATHERED_TOKENS = 1024
 class LatentTiles(NamedTuple):
     """Tiles of as many queries each: the tokens of the step from ``begin`` up to ``end``.
 
-    block_table int32 [tiles, width]: as far as the longest context among them goes, with the null block behind the end
-    of shorter ones. q_position int32 [tiles, QT].
+    block_table int32 [tiles, width]: as far as the longest context among them goes, with the null block
+    behind the end of shorter ones. q_position int32 [tiles, QT].
     """
 
     begin: int
@@ -35,9 +35,9 @@ class LatentTiles(NamedTuple):
 
 
 class GatheredLatents:
-    """See ``kernels_triton_free.latent_attention``. All rows with a single token are tiles of one call, neighbouring
-    rows with as many drafts are too; prompt chunks are cut into tiles of their own, each with a context no longer than
-    it needs. The widths are known on the host, so nothing waits for the device."""
+    """See ``kernels_triton_free.latent_attention``. All rows with a single token are tiles of one call,
+    neighbouring rows with as many drafts are too; prompt chunks are cut into tiles of their own, each with a
+    context no longer than it needs. The widths are known on the host, so nothing waits for the device."""
 
     decode_batches: Sequence[int] = ()
 
@@ -61,21 +61,26 @@ class GatheredLatents:
                     for done in range(0, count, self._tile_size):
                         size = min(self._tile_size, count - done)
                         tiles.append(
-                            self._tiles(rows.slots[one : one + 1], rows.starts[one : one + 1] + done, size, token)
+                            self._tiles(
+                                rows.slots[one : one + 1], rows.starts[one : one + 1] + done, size, token
+                            )
                         )
                         token += size
             row += number
         return tuple(tiles)
 
     def _tiles(self, slots: np.ndarray, first: np.ndarray, size: int, token: int) -> LatentTiles:
-        """One tile of ``size`` queries for each request: int64 [tiles] batch slots, and positions of first queries."""
+        """One tile of ``size`` queries for each request:
+        int64 [tiles] batch slots, and positions of first queries."""
         tables, device = self._context.tables, self._context.device
         num_blocks = (first + size - 1) // tables.block_size + 1
         width = int(num_blocks.max())
         table = tables.block_table.host[slots, :width]
         table[np.arange(width) >= num_blocks[:, None]] = 0
         position = (first[:, None] + np.arange(size)).astype(np.int32)
-        return LatentTiles(token, token + len(slots) * size, to_device(table, device), to_device(position, device))
+        return LatentTiles(
+            token, token + len(slots) * size, to_device(table, device), to_device(position, device)
+        )
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """Single tokens over a cache in strips: which blocks each of them reads, and the compiled loops that attend.
 
-Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs where
-blocks hold 4 tokens. The last one sees nothing, in any block: rows of fewer blocks need it.
+Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs
+where blocks hold 4 tokens. The last one sees nothing, in any block: rows of fewer blocks need it.
 
 >>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
 >>> bounds = bounds_of(np.array([9, 4, 6]), Reach())
@@ -48,9 +48,11 @@ class HostPairs(NamedTuple):
     of_row: np.ndarray
 
 
-def list_pairs(table: np.ndarray, slots: np.ndarray, bounds: HostBounds, block_size: int, num_rows: int) -> HostPairs:
-    """The pairs of queries with these bounds [n], each in the batch slot ``slots`` int64 [n], and of as much padding as
-    makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
+def list_pairs(
+    table: np.ndarray, slots: np.ndarray, bounds: HostBounds, block_size: int, num_rows: int
+) -> HostPairs:
+    """The pairs of queries with these bounds [n], each in the batch slot ``slots`` int64 [n], and of as much
+    padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
     begin, _, _, end, _ = blocks_read(bounds, bounds, block_size, tells_full=False)
     counts = np.zeros(num_rows, dtype=np.int64)
     counts[: len(slots)] = end - begin
@@ -70,8 +72,8 @@ def list_pairs(table: np.ndarray, slots: np.ndarray, bounds: HostBounds, block_s
 
 
 class PairMetadata(NamedTuple):
-    """num_tiles: rows, padding included; a row is what a tile is elsewhere. kernels: for each spec, given what all of
-    its layers read alike."""
+    """num_tiles: rows, padding included; a row is what a tile is elsewhere.
+    kernels: for each spec, given what all of its layers read alike."""
 
     num_tiles: int
     kernels: dict[AttentionSpec, Callable]
@@ -80,14 +82,16 @@ class PairMetadata(NamedTuple):
 class RowPairs:
     """Rows of a single token, and drafts that are verified, each of which is a row of its own here.
 
-    None of them sees a later one: see ``in_step_order``. One kernel serves all specs that differ only in what they see.
-    ``attend_to_strips`` says how it computes.
+    None of them sees a later one: see ``in_step_order``. One kernel serves all specs that differ only in what
+    they see. ``attend_to_strips`` says how it computes.
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
         self._context, self._rule = context, rule
         self._has_low = context.has_low and rule.visibility is None
-        made = {spec: self._compile(spec) for spec in dict.fromkeys(spec.computation for spec in context.specs)}
+        made = {
+            spec: self._compile(spec) for spec in dict.fromkeys(spec.computation for spec in context.specs)
+        }
         self._kernels = {spec: made[spec.computation] for spec in context.specs}
 
     def _compile(self, spec: AttentionSpec) -> Callable:
@@ -112,7 +116,9 @@ class RowPairs:
             "k_cache": cache.k,
             "v_cache": cache.v,
             "sinks": TensorSpec((heads,), torch.float32, context.device) if spec.has_sinks else None,
-            "pairs": Pairs(numbers(pairs), numbers(pairs), numbers(pairs), numbers(rows, Size("blocks of a row", 3))),
+            "pairs": Pairs(
+                numbers(pairs), numbers(pairs), numbers(pairs), numbers(rows, Size("blocks of a row", 3))
+            ),
             "bounds": Bounds(numbers(rows), numbers(rows) if self._has_low else None),
         }
 
@@ -143,7 +149,12 @@ class RowPairs:
         )
 
     def attend(
-        self, tiles: PairMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+        self,
+        tiles: PairMetadata,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        q: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [tokens of the step, kv_heads, G, D] -> o of those that are rows, [N, kv_heads, G, D]."""
         num_tokens, num_rows = q.shape[0], tiles.num_tiles

@@ -20,9 +20,9 @@ from minivllm.specs.attention import AttentionSpec
 class AttentionRule:
     """How an attention variant differs from what the specs of the layers say.
 
-    visibility: which keys a query sees, in place of all those up to its own position within window and chunk; no key
-    behind the query may be among them. score_change: a change of the scores before the softmax. Both are functions of
-    int32 scalars of a kernel, which PyTorch compiles.
+    visibility: which keys a query sees, in place of all those up to its own position within window and chunk;
+    no key behind the query may be among them. score_change: a change of the scores before the softmax. Both
+    are functions of int32 scalars of a kernel, which PyTorch compiles.
     """
 
     visibility: Visibility | None = None
@@ -41,7 +41,8 @@ class AttentionRule:
         """Raises ConfigError for layers of which a rule would change what it cannot know."""
         if self.needs_positions and any(spec.looks_ahead for spec in specs):
             raise ConfigError(
-                "attention_backend changes a rule of attention, but layers of this model let images see themselves, "
+                "attention_backend changes a rule of attention, but layers of this model let images see "
+                "themselves, "
                 "which such a rule cannot say. Leave attention_backend at its default for this model."
             )
 
@@ -52,7 +53,8 @@ class AttentionRule:
 
     @property
     def fingerprint(self) -> str:
-        """What compiled code depends on besides its tensors: the modules of the functions, and the values they use."""
+        """What compiled code depends on besides its tensors:
+        the modules of the functions, and the values they use."""
         parts: list[object] = []
         for function in (self.visibility, self.score_change):
             if function is not None:

@@ -1,4 +1,5 @@
-"""The reference: request by request, gather its blocks and attend to them. Runs wherever PyTorch does, uncompiled."""
+"""The reference: request by request, gather its blocks and attend to them.
+Runs wherever PyTorch does, uncompiled."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class SdpaAttention:
         self._options = {spec: rule.options(spec) for spec in context.specs}
 
     def prepare(self, rows: StepRows) -> GatheredRows:
-        """Blocks that are not read may be anybody's by now: the first one that is read stands in their places."""
+        """Blocks that are not read may be anybody's by now:
+        the first one that is read stands in their places."""
         tables = self._context.tables
         first = np.zeros_like(rows.starts)
         if self._rule.visibility is None:
@@ -59,7 +61,9 @@ class SdpaAttention:
 
     def _bounds(self, rows: StepRows, reach: Reach) -> Bounds:
         host = bounds_of(rows.positions, reach, rows.ahead)
-        sent = [to_device(values.astype(np.int32), self._context.device) for values in host if values is not None]
+        sent = [
+            to_device(values.astype(np.int32), self._context.device) for values in host if values is not None
+        ]
         return Bounds(*sent)
 
     def attend(

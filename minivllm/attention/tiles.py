@@ -1,4 +1,5 @@
-"""Query tiles of a step: consecutive queries of one request each, the blocks they read, and the kernels that attend.
+"""Query tiles of a step: consecutive queries of one request each, the blocks they read,
+and the kernels that attend.
 
 A tile is one row of FlexAttention's batch dimension, so it never reads the blocks of another request: see
 ``kernels_triton_free.attention`` for the mask, and ``tile_lists`` for the lists of blocks with an example.
@@ -37,12 +38,13 @@ from minivllm.specs.caches import LayerCache
 class Tiles(NamedTuple):
     """T tiles of QT queries on the device, padding included, for N tokens of the step.
 
-    lists: reach of layers -> blocks of the T tiles. bounds: reach of layers -> what each query sees, int32 [capacity,
-    QT]; kv_position: what that is counted in, see ``attend_to_blocks``. tile_tokens int32 [T * QT]: token of the step
-    behind each query; token_places int32 [N]: tile * QT + query of each token; to_tiles int [T * kv_heads * QT],
-    to_tokens int [N * kv_heads]: the same in chunks, see ``chunks_of_tiles``. All four are None where token t is tile
-    t. step_blocks int32 [n, group]: blocks that are copied side by side before they are read, each group as one block,
-    in which lists then count; None where the cache is read in place.
+    lists: reach of layers -> blocks of the T tiles. bounds: reach of layers -> what each query sees, int32
+    [capacity, QT]; kv_position: what that is counted in, see ``attend_to_blocks``. tile_tokens int32 [T *
+    QT]: token of the step behind each query; token_places int32 [N]: tile * QT + query of each token;
+    to_tiles int [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks, see
+    ``chunks_of_tiles``. All four are None where token t is tile t. step_blocks int32 [n, group]: blocks that
+    are copied side by side before they are read, each group as one block, in which lists then count; None
+    where the cache is read in place.
     """
 
     num_tiles: int
@@ -61,12 +63,13 @@ Edges = dict[Reach, tuple[HostBounds, HostBounds]]
 
 
 class QueryTiles:
-    """Tiles of ``size`` queries that read the cache in place, and the compiled kernels: one for all specs that differ
-    only in what they see.
+    """Tiles of ``size`` queries that read the cache in place, and the compiled kernels:
+    one for all specs that differ only in what they see.
 
-    kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their own, as
-    wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible blocks have lists
-    of their own. compute_dtype: of queries and products, if it is another than that of the queries.
+    kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their
+    own, as wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible
+    blocks have lists of their own. compute_dtype: of queries and products, if it is another than that of the
+    queries.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class QueryTiles:
             fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
         self._list_names: dict[Reach, list[str]] = {}
         has_sinks = any(spec.has_sinks for spec in context.specs)
-        self._width = width = context.tables.block_table.host.shape[1] + 1 + has_sinks  # one entry stays unused
+        self._width = width = (
+            context.tables.block_table.host.shape[1] + 1 + has_sinks
+        )  # one entry stays unused
         if fixed_lists:
             if tells_full:  # the CPU's template asserts that lists of whole blocks are as wide as the cache
                 self._width = width = context.num_blocks
@@ -110,7 +115,10 @@ class QueryTiles:
         self._has_batches = bool(batches)
         self._kernels: dict[tuple[AttentionSpec, int | None], tuple[Callable, Reach]] = {}
         for batch in batches or (None,):
-            made = {one: self._compile(one, batch) for one in dict.fromkeys(spec.computation for spec in context.specs)}
+            made = {
+                one: self._compile(one, batch)
+                for one in dict.fromkeys(spec.computation for spec in context.specs)
+            }
             for spec in context.specs:
                 self._kernels[spec, batch] = made[spec.computation], spec.reach
 
@@ -118,7 +126,9 @@ class QueryTiles:
         context, rule = self._context, self._rule
         dtype = (self._compute_dtype if self.size > 1 else None) or context.query_dtype
         block_size = context.tables.block_size
-        own: Any = context.policy.kernel_options(block_size, context.head_dim, dtype, self.size, self._has_low)
+        own: Any = context.policy.kernel_options(
+            block_size, context.head_dim, dtype, self.size, self._has_low
+        )
         function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)
@@ -136,7 +146,8 @@ class QueryTiles:
         context, size = self._context, self.size
         tables, device, keeps_packages = context.tables, context.device, context.policy.keeps_packages
         tiles: int | Size = Size("tiles", 5, single=1 if size == 1 else None) if batch is None else batch
-        # An example with no more blocks than there are: code that indexes by them must not look out of bounds.
+        # An example with no more blocks than there are:
+        # code that indexes by them must not look out of bounds.
         example = min(64, context.num_blocks)
         blocks: int | Size = Size("blocks", example) if keeps_packages else context.num_blocks
         width: int | Size = Size("listed blocks", example) if keeps_packages else self._width
@@ -154,7 +165,9 @@ class QueryTiles:
         heads = context.kv_heads * context.query_group
         sinks = {"sinks": TensorSpec((heads,), torch.float32, device)} if spec.has_sinks else {}
         return {
-            "q": TensorSpec((tiles, context.kv_heads, size * context.query_group, context.head_dim), dtype, device),
+            "q": TensorSpec(
+                (tiles, context.kv_heads, size * context.query_group, context.head_dim), dtype, device
+            ),
             "k_cache": cache.k,
             "v_cache": cache.v,
             "lists": TileLists(*lists),
@@ -164,7 +177,8 @@ class QueryTiles:
         }
 
     def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
-        """Tiles of these rows, whose tokens begin with token ``first_token`` of the step; at least ``least``."""
+        """Tiles of these rows, whose tokens begin with token ``first_token`` of the step;
+        at least ``least``."""
         host, device, size = self._buffer.host, self._buffer.device, self.size
         self._buffer.begin()
         packing: tuple[Tensor, ...] = ()
@@ -204,14 +218,16 @@ class QueryTiles:
         if packing:
             heads = self._context.kv_heads
             packing += chunks_of_tiles(packing[0], size, heads), chunks_of_tokens(packing[1], size, heads)
-        sent = {reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()}
+        sent = {
+            reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()
+        }
         return Tiles(count, lists, sent, kv_position, step_blocks, *packing)
 
     def _list_blocks(
         self, rows: StepRows, row: np.ndarray, edges: Edges, count: int
     ) -> tuple[dict[Reach, TileLists], Tensor | None, Tensor | None, np.ndarray | int]:
-        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], and what positions are lowered
-        by to become bounds, int64 [T, 1]."""
+        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], and what positions
+        are lowered by to become bounds, int64 [T, 1]."""
         tables = self._context.tables
         slots, size = rows.slots[row], tables.block_size
         lists = self._lists(tables.block_table.host, slots, edges, count, self._width, size)
@@ -250,15 +266,15 @@ class QueryTiles:
         return lists
 
     def _read_reach(self, reach: Reach) -> Reach:
-        """What is read where queries should reach so far. What another rule of visibility shows is not known here: then
-        all blocks that are not behind the queries are read."""
+        """What is read where queries should reach so far. What another rule of visibility shows is not known
+        here: then all blocks that are not behind the queries are read."""
         return reach if self._rule.visibility is None else Reach(has_sinks=reach.has_sinks)
 
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D]; where token t
-        is tile t, of all tokens that there are tiles for."""
+        """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D];
+        where token t is tile t, of all tokens that there are tiles for."""
         kernel, reach = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
         own_sinks = (sinks,) if spec.has_sinks else ()
         arguments = (cache.k, cache.v, tiles.lists[reach], tiles.bounds[reach], tiles.kv_position, *own_sinks)
@@ -268,5 +284,7 @@ class QueryTiles:
             own = q[:num_rows] if num_rows == tiles.num_tiles else F.pad(q, padding)
             o: Tensor = kernel(own, *arguments)
             return o[:num_rows]
-        packed = pack_tiles(q.to(self._compute_dtype or q.dtype), tiles.tile_tokens, self.size, tiles.to_tiles)
+        packed = pack_tiles(
+            q.to(self._compute_dtype or q.dtype), tiles.tile_tokens, self.size, tiles.to_tiles
+        )
         return unpack_tiles(kernel(packed, *arguments), tiles.token_places, self.size, tiles.to_tokens)

@@ -1,4 +1,5 @@
-"""The KV cache of a model on its device: K and V of every layer, in blocks, and features where a model has them."""
+"""The KV cache of a model on its device:
+K and V of every layer, in blocks, and features where a model has them."""
 
 from __future__ import annotations
 
@@ -36,18 +37,21 @@ def kv_groups(
     one_size: bool = False,
     elsewhere: Sequence[AttentionSpec | StateMixerSpec] = (),
 ) -> list[GroupSpec]:
-    """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
-    then the longest windows, and layers that keep a state behind them. Groups of a short window or chunk have smaller
-    blocks, unless ``one_size`` is wanted.
+    """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full
+    attention first, then the longest windows, and layers that keep a state behind them. Groups of a short
+    window or chunk have smaller blocks, unless ``one_size`` is wanted.
 
-    A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
-    group. is_shared: a draft model does so, here or in another stage; the first group must then be one of full
-    attention: without one among the layers, all of them form it. may_drop: False
-    where attention reads whatever it likes, so that all layers form one group too. elsewhere: how layers attend that
-    other stages of a pipeline have, so that all stages have the same groups; one without layers counts a byte.
+    A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the
+    first group. is_shared: a draft model does so, here or in another stage; the first group must then be one
+    of full attention: without one among the layers, all of them form it. may_drop: False
+    where attention reads whatever it likes, so that all layers form one group too. elsewhere: how layers
+    attend that other stages of a pipeline have, so that all stages have the same groups; one without layers
+    counts a byte.
     """
     of_token = {
-        layer: spec.bytes_per_token for layer, spec in enumerate(model.cache_specs) if isinstance(spec, CacheSpec)
+        layer: spec.bytes_per_token
+        for layer, spec in enumerate(model.cache_specs)
+        if isinstance(spec, CacheSpec)
     }
     of_draft = 0 if draft is None else block_bytes(draft, block_size)
     layers: dict[tuple[GroupKind, int | None], list[int]] = {}
@@ -65,12 +69,18 @@ def kv_groups(
         own, size = layers[kind, reach], local_block_size(block_size, None if one_size else reach)
         num_bytes = size * sum(of_token[layer] for layer in own) + (0 if groups else of_draft)
         groups.append(
-            GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=max(num_bytes, 1))
+            GroupSpec(
+                kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=max(num_bytes, 1)
+            )
         )
-    states = {layer: spec.num_bytes for layer, spec in enumerate(model.cache_specs) if isinstance(spec, StateSpec)}
+    states = {
+        layer: spec.num_bytes for layer, spec in enumerate(model.cache_specs) if isinstance(spec, StateSpec)
+    }
     if states or any(isinstance(spec, StateMixerSpec) for spec in elsewhere):
         num_bytes = max(sum(states.values()), 1)
-        groups.append(GroupSpec(kind="state", layers=tuple(states), block_size=block_size, block_bytes=num_bytes))
+        groups.append(
+            GroupSpec(kind="state", layers=tuple(states), block_size=block_size, block_bytes=num_bytes)
+        )
     return groups
 
 
@@ -88,14 +98,16 @@ def allocate_caches(
     block_size: int | Sequence[int],
     specs: Sequence[CacheSpec | StateSpec] | None = None,
 ) -> list[LayerCache | StateTensors]:
-    """Zeroed K and V of every layer, two tensors each (V is empty where keys hold the values); in layers that keep one,
-    the tensors of a state, and a slot more for what padding writes. num_blocks, block_size: of all layers, or of each.
-    specs: those of the model with the layout that was chosen for them.
+    """Zeroed K and V of every layer, two tensors each (V is empty where keys hold the values); in layers that
+    keep one, the tensors of a state, and a slot more for what padding writes. num_blocks, block_size: of all
+    layers, or of each. specs: those of the model with the layout that was chosen for them.
 
     Raises ConfigError if the memory cannot be had.
     """
     layers = len(model.cache_specs)
-    counts, sizes = ([given] * layers if isinstance(given, int) else given for given in (num_blocks, block_size))
+    counts, sizes = (
+        [given] * layers if isinstance(given, int) else given for given in (num_blocks, block_size)
+    )
 
     def allocate(count: int, size: int, spec: CacheSpec | StateSpec) -> LayerCache | StateTensors:
         if isinstance(spec, StateSpec):
@@ -114,7 +126,8 @@ def allocate_caches(
 def too_large(num_blocks: int, num_bytes: int) -> ConfigError:
     """That there is no memory for so many blocks."""
     return ConfigError(
-        f"The KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, which this machine does not have: "
+        f"The KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, which this machine does not "
+        "have: "
         "lower kv_cache_memory_bytes or num_gpu_blocks_override."
     )
 
@@ -125,8 +138,8 @@ def allocate_features(model: Model, num_blocks: int, block_size: int) -> Tensor:
 
 
 def copy_blocks(tensors: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
-    """Copy blocks of caches [blocks, …] on one device, whatever their layout and dtype: sources, targets int64
-    [copies].
+    """Copy blocks of caches [blocks, …] on one device, whatever their layout and dtype:
+    sources, targets int64 [copies].
 
     All sources are read before any target is written, so a block may be both.
     """

@@ -1,4 +1,5 @@
-"""Steps of made-up requests that read and write nothing but the null block, to warm up with and to measure."""
+"""Steps of made-up requests that read and write nothing but the null block,
+to warm up with and to measure."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def run_null_step(execute: Callable[[SchedulerOutput], object], step: SchedulerO
         execute(SchedulerOutput(finished_request_ids=list(step.num_scheduled_tokens)))
 
 
-def _null_request(groups: Sequence[GroupSpec], name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:
+def _null_request(
+    groups: Sequence[GroupSpec], name: str, num_prompt_tokens: int, num_tokens: int
+) -> NewRequestData:
     """A greedy request with room for num_tokens, all of it in the null block."""
     request = EngineRequest(
         request_id=name,

@@ -36,8 +36,8 @@ from minivllm.specs.layers import StateMixerSpec
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """Sizes of the persistent buffers. groups: the KV groups of the model that is served. verify_size: most tokens of a
-    row whose drafts are verified, 0 for no drafts."""
+    """Sizes of the persistent buffers. groups: the KV groups of the model that is served. verify_size: most
+    tokens of a row whose drafts are verified, 0 for no drafts."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -54,9 +54,9 @@ class RunnerLimits:
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
-    caches: K and V of every layer, or its states, which nothing else holds. layers: of each layer, what it keeps and
-    how it attends. backends: those that go with the regions in use, one for each KV group and each shape of queries
-    and caches.
+    caches: K and V of every layer, or its states, which nothing else holds. layers: of each layer, what it
+    keeps and how it attends. backends: those that go with the regions in use, one for each KV group and each
+    shape of queries and caches.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class PagedModel:
         token_offset: int = 0,
         is_draft: bool = False,
     ) -> None:
-        """adapters, token_offset: see StepInputBuilder. is_draft: all layers lie in the first KV group of the model
-        that is served. ``use_regions`` comes before the first step."""
+        """adapters, token_offset: see StepInputBuilder. is_draft: all layers lie in the first KV group of the
+        model that is served. ``use_regions`` comes before the first step."""
         self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
         self._make_attention = make_attention
         self._groups = batch.groups[:1] if is_draft else batch.groups
@@ -82,10 +82,14 @@ class PagedModel:
                 self._group_of[layer] = index
         self.layers = [
             (self._laid_out(cache, attention, limits.groups[group].block_size), attention)
-            for group, cache, attention in zip(self._group_of, model.cache_specs, model.attention_specs, strict=True)
+            for group, cache, attention in zip(
+                self._group_of, model.cache_specs, model.attention_specs, strict=True
+            )
         ]
         states = batch.states if any(isinstance(cache, StateSpec) for cache, _ in self.layers) else []
-        self._state_rows = [StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states]
+        self._state_rows = [
+            StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states
+        ]
         self._updates: list[StateUpdate] = []
         self.caches: list[LayerCache | StateTensors] = []
         self.allocate_caches()
@@ -120,18 +124,22 @@ class PagedModel:
     def copy_blocks(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy blocks of the layers of a KV group, sources to targets int64 [copies]."""
         caches = [cache for cache, place in zip(self.caches, self._group_of) if place == group]
-        copy_blocks([x for cache in caches if isinstance(cache, LayerCache) for x in cache[:2]], sources, targets)
+        copy_blocks(
+            [x for cache in caches if isinstance(cache, LayerCache) for x in cache[:2]], sources, targets
+        )
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""
         model, groups = self.model, self._groups
-        # The number of blocks follows from the free memory: a package should serve the next start too, and one region
-        # the layers of all groups.
+        # The number of blocks follows from the free memory: a package should serve the next start too, and
+        # one region the layers of all groups.
         fewest = min(group.num_blocks for group in groups)
         varies = self._policy.keeps_packages or len(groups) > 1
         blocks = Size("blocks", min(64, fewest)) if varies else fewest
         caches = [
-            spec.declare(blocks, groups[group].block_size, model.device) if isinstance(spec, CacheSpec) else NO_CACHE
+            spec.declare(blocks, groups[group].block_size, model.device)
+            if isinstance(spec, CacheSpec)
+            else NO_CACHE
             for group, (spec, _) in zip(self._group_of, self.layers)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
@@ -153,7 +161,9 @@ class PagedModel:
         self._shares_kernels = any(spec.reach.is_limited for spec in attending)
         order = [*specs_of_shape, *updates]
         self._backend_of = [order.index(cut) for cut in cuts]
-        self.backends = [self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()]
+        self.backends = [
+            self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()
+        ]
         self._updates = list(updates.values())
 
     def _new_backend(
@@ -221,10 +231,16 @@ class PagedModel:
                 rows, prepared = metadata
                 with span("state"):
                     return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, given)
-            assert isinstance(spec, AttentionSpec) and isinstance(cache, LayerCache) and not isinstance(given, tuple)
+            assert (
+                isinstance(spec, AttentionSpec)
+                and isinstance(cache, LayerCache)
+                and not isinstance(given, tuple)
+            )
             with span("attention"):
                 if spec.has_sinks == (given is None):
-                    raise TypeError(f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}.")
+                    raise TypeError(
+                        f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}."
+                    )
                 return backends[index].attend(metadata, cache, spec, q, given)
 
         return attend
@@ -237,7 +253,7 @@ class PagedModel:
         ]
 
     def forward(self, inputs: StepInputs, model: Model | None = None, attend: Attend | None = None) -> Hidden:
-        """Run the model, or another one over its caches, over one step; see Model.forward. attend: in place of its
-        own."""
+        """Run the model, or another one over its caches, over one step; see Model.forward.
+        attend: in place of its own."""
         caches, attend = self.step_caches(inputs), attend or self.attend(inputs)
         return (model or self.model).forward(inputs.token_ids, inputs.tokens, caches, attend)

@@ -1,7 +1,8 @@
-"""The worker's memory of the requests it serves: each owns a stable batch slot, and a step sends only what changed.
+"""The worker's memory of the requests it serves:
+each owns a stable batch slot, and a step sends only what changed.
 
-Nothing is condensed or swapped when requests come and go, and nothing is rebuilt from scratch. (The persistent batch
-of vLLM V1; stable slots after its second model runner.)
+Nothing is condensed or swapped when requests come and go, and nothing is rebuilt from scratch. (The
+persistent batch of vLLM V1; stable slots after its second model runner.)
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
 class WorkerRequest:
     """What the worker keeps of one request, also while it is preempted and owns no slot.
 
-    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet. num_tokens: of
-    the prompt, the outputs and these; counted along, since every step asks it of every row.
+    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet.
+    num_tokens: of the prompt, the outputs and these; counted along, since every step asks it of every row.
     """
 
     data: EngineRequest
@@ -35,17 +36,20 @@ class WorkerRequest:
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+        self.num_tokens = (
+            len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+        )
 
 
 class GroupTables:
     """Where the tokens of each slot lie in the pool of one KV group.
 
-    num_blocks: of the pool, the null block included. block_table int32 [batch slots, ceil(max_model_len / block_size)]:
-    physical blocks in order. Those that a window has left behind still stand there, or the null block where they were
-    never had, and nothing reads them. num_held int32 [batch slots]: how many places of the table are filled.
-    kv_position int32 [num_blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A
-    block shared through the prefix cache has the same logical index in every request, so one array serves
+    num_blocks: of the pool, the null block included. block_table int32 [batch slots, ceil(max_model_len /
+    block_size)]: physical blocks in order. Those that a window has left behind still stand there, or the null
+    block where they were never had, and nothing reads them. num_held int32 [batch slots]: how many places of
+    the table are filled. kv_position int32 [num_blocks, rounded up; block_size]: position in its sequence of
+    what each cache slot holds. A block shared through the prefix cache has the same logical index in every
+    request, so one array serves
     them all.
     """
 
@@ -92,9 +96,10 @@ class GroupTables:
 class PersistentBatch:
     """Requests, their batch slots, and the device-resident tables indexed by batch slot.
 
-    token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare: positions end
-    at max_model_len - 1, and an EAGLE head reads one token further. tables: of each KV group. groups, states: those
-    with the blocks of layers that attend, and with the states of those that keep one, which come behind them.
+    token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare:
+    positions end at max_model_len - 1, and an EAGLE head reads one token further. tables: of each KV group.
+    groups, states: those with the blocks of layers that attend, and with the states of those that keep one,
+    which come behind them.
     """
 
     def __init__(
@@ -122,7 +127,9 @@ class PersistentBatch:
         freed = [slot for request_id in step.finished_request_ids if (slot := self._release(request_id)) >= 0]
         for request_id in step.finished_request_ids:
             self.requests.pop(request_id, None)
-        freed += [slot for request_id in step.preempted_request_ids if (slot := self._release(request_id)) >= 0]
+        freed += [
+            slot for request_id in step.preempted_request_ids if (slot := self._release(request_id)) >= 0
+        ]
         entered = []
         for new in step.new_requests:
             request = WorkerRequest(new.request, new.num_computed_tokens)
@@ -150,8 +157,9 @@ class PersistentBatch:
     def append_pending(
         self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, token_ids: Tensor
     ) -> None:
-        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the device, behind
-        those of each slot: at ``num_tokens``, which positions repeat. The host learns them later."""
+        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the
+        device, behind those of each slot: at ``num_tokens``, which positions repeat. The host learns them
+        later."""
         self.token_ids.put(slots, positions, token_ids)
         for request in requests:
             request.num_pending_tokens += 1
@@ -160,8 +168,8 @@ class PersistentBatch:
     def learn_pending(
         self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, token_ids: list[int]
     ) -> np.ndarray:
-        """Record what ``append_pending`` was given. Returns bool [len(requests)], False for those that have left the
-        slot meanwhile, finished or preempted: it may be another request's."""
+        """Record what ``append_pending`` was given. Returns bool [len(requests)], False for those that have
+        left the slot meanwhile, finished or preempted: it may be another request's."""
         stays = np.fromiter([request.slot for request in requests], np.int64, len(requests)) == slots
         for request, token_id in zip(requests, token_ids):
             request.output_token_ids.append(token_id)
@@ -170,7 +178,8 @@ class PersistentBatch:
         return stays
 
     def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
-        """Put guesses behind the known tokens, to be read by the next step; sampled tokens will take their places."""
+        """Put guesses behind the known tokens, to be read by the next step;
+        sampled tokens will take their places."""
         self.token_ids.write(request.slot, request.num_tokens, token_ids)
 
     def flush(self) -> None:

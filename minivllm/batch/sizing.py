@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from minivllm.kv_cache.specs import SLOTS_PER_REQUEST, GroupSpec, max_blocks, total_bytes
 
 LOCAL_SHARE = 0.5
-"""Memory of the pools of windows and chunks, as a share of that of the first pool: their requests are mostly shorter
-than max_model_len, so that windows alone would otherwise limit how many of them run."""
+"""Memory of the pools of windows and chunks, as a share of that of the first pool: their requests are mostly
+shorter than max_model_len, so that windows alone would otherwise limit how many of them run."""
 RETENTION = 2
-"""Windows and chunks that a pool holds at most, for each request that can run: its own, and one that waits in the
-prefix cache for the next turn."""
+"""Windows and chunks that a pool holds at most, for each request that can run:
+its own, and one that waits in the prefix cache for the next turn."""
 MIN_LOCAL_BLOCK = 16
-"""Tokens in a block of a short window, at least: attention reads blocks one by one, and smaller ones cost it time."""
+"""Tokens in a block of a short window, at least:
+attention reads blocks one by one, and smaller ones cost it time."""
 
 
 def local_block_size(block_size: int, reach: int | None) -> int:
-    """Tokens per block of layers that reach so far: block_size, halved until a block is no longer than the reach.
+    """Tokens per block of layers that reach so far:
+    block_size, halved until a block is no longer than the reach.
 
-    A request holds two blocks at least as soon as it outgrows one, and most of longer ones would be out of reach.
+    A request holds two blocks at least as soon as it outgrows one,
+    and most of longer ones would be out of reach.
     """
     while reach is not None and block_size > max(reach, MIN_LOCAL_BLOCK):
         block_size //= 2
@@ -39,8 +42,9 @@ class PoolLimits:
 def size_pools(specs: Sequence[GroupSpec], first_blocks: int, limits: PoolLimits) -> list[GroupSpec]:
     """The specs with ``num_blocks``, where the first one gets ``first_blocks``, the null block included.
 
-    The others get what goes with it: room for as many requests of max_model_len as the first pool holds, or LOCAL_SHARE
-    of its memory if that is more, but no more than RETENTION times what max_num_seqs requests can hold.
+    The others get what goes with it: room for as many requests of max_model_len as the first pool holds, or
+    LOCAL_SHARE of its memory if that is more, but no more than RETENTION times what max_num_seqs requests can
+    hold.
     """
     first, *others = specs
     sized = [replace(first, num_blocks=first_blocks)]
@@ -53,15 +57,17 @@ def size_pools(specs: Sequence[GroupSpec], first_blocks: int, limits: PoolLimits
         needed = -int(-num_longest * steady // 1) + one_step
         share = int(LOCAL_SHARE * first_blocks * first.block_bytes * steady / weight)
         count = min(max(needed, share), RETENTION * limits.max_num_seqs * steady + one_step)
-        count = min(count, -(-num_tokens // spec.block_size))  # behind every block here is one of the first pool
+        count = min(
+            count, -(-num_tokens // spec.block_size)
+        )  # behind every block here is one of the first pool
         alone = spec.max_blocks(limits.max_model_len, limits.longest_chunk)
         sized.append(replace(spec, num_blocks=1 + max(count, alone)))
     return sized
 
 
 def fit_pools(specs: Sequence[GroupSpec], num_bytes: int, limits: PoolLimits) -> list[GroupSpec]:
-    """As ``size_pools``, as large as ``num_bytes`` allow. The first pool gets less than a request of max_model_len
-    needs where there is no memory for it."""
+    """As ``size_pools``, as large as ``num_bytes`` allow. The first pool gets less than a request of
+    max_model_len needs where there is no memory for it."""
     if len(specs) == 1:
         return size_pools(specs, num_bytes // specs[0].block_bytes, limits)
     low, high = 1, 1 + num_bytes // specs[0].block_bytes
@@ -75,7 +81,8 @@ def fit_pools(specs: Sequence[GroupSpec], num_bytes: int, limits: PoolLimits) ->
 
 
 def enough_blocks(spec: GroupSpec, limits: PoolLimits) -> int:
-    """Blocks of the first pool, the null block included, beyond which max_num_seqs requests have no use for more."""
+    """Blocks of the first pool, the null block included,
+    beyond which max_num_seqs requests have no use for more."""
     all_tokens = limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
     if spec.reach is None:
         return 1 + all_tokens
@@ -92,8 +99,8 @@ def _steady_blocks(spec: GroupSpec) -> int:
 
 
 def coarse(count: int) -> int:
-    """The first five bits of a number, zeros behind them. On a GPU the size of the cache is a constant of compiled
-    code, and the memory that is free is never quite the same: a coarse size lets the next start use the code of the
-    last one, for 2 % of the blocks on average and 6 % at most."""
+    """The first five bits of a number, zeros behind them. On a GPU the size of the cache is a constant of
+    compiled code, and the memory that is free is never quite the same: a coarse size lets the next start use
+    the code of the last one, for 2 % of the blocks on average and 6 % at most."""
     dropped = max(0, count.bit_length() - 5)
     return count >> dropped << dropped

@@ -12,9 +12,11 @@ from minivllm.kv_cache.specs import GroupSpec
 
 
 class StateTables:
-    """The state of the request in each batch slot: where its next step reads it, and where that step writes it.
+    """The state of the request in each batch slot:
+    where its next step reads it, and where that step writes it.
 
-    num_slots: of the pool, the null slot 0 included, which stays zero. The slot behind them takes what padding writes.
+    num_slots: of the pool, the null slot 0 included, which stays zero.
+    The slot behind them takes what padding writes.
     """
 
     def __init__(self, max_num_seqs: int, group: GroupSpec) -> None:
@@ -31,8 +33,8 @@ class StateTables:
             self._write[slot] = state_slots[-1]
 
     def move_on(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a step with these batch slots reads and writes. The next one reads what this one writes. Requests of the
-        warm-up have the null slot, and write as padding does."""
+        """What a step with these batch slots reads and writes. The next one reads what this one writes.
+        Requests of the warm-up have the null slot, and write as padding does."""
         read, write = self._read[slots], self._write[slots]
         self._read[slots] = write
         return read, np.where(write == 0, self.num_slots, write)
@@ -47,7 +49,8 @@ class StateRowBuilder:
         self._buffer = StagingBuffer({name: (capacity,) for name in StateRows._fields}, device)
 
     def build(self, rows: StepRows) -> tuple[StateRows, np.ndarray]:
-        """(the rows on the device, how many tokens each has), valid until the next call. Once for every step."""
+        """(the rows on the device, how many tokens each has), valid until the next call.
+        Once for every step."""
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
         num_requests, num_tokens = len(rows.slots), rows.num_padded
@@ -63,5 +66,7 @@ class StateRowBuilder:
         host["offsets"][:num_tokens] = np.arange(num_tokens) - starts[token_rows]
         self._buffer.commit()
         by_row, by_token = ("read", "write", "starts", "counts"), ("token_rows", "offsets")
-        parts = [device[name][: len(counts)] for name in by_row] + [device[name][:num_tokens] for name in by_token]
+        parts = [device[name][: len(counts)] for name in by_row] + [
+            device[name][:num_tokens] for name in by_token
+        ]
         return StateRows(*parts), counts

@@ -22,7 +22,8 @@ from minivllm.specs.caches import TOKENS
 
 @dataclass(slots=True)  # not frozen: hundreds are made for every step, and that would take longer
 class Row:
-    """One request's part of a step: ``count`` tokens from position ``start``, the last of them being ``drafts``."""
+    """One request's part of a step:
+    ``count`` tokens from position ``start``, the last of them being ``drafts``."""
 
     request: WorkerRequest
     start: int
@@ -38,7 +39,12 @@ def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
     for request_id, drafts in all_drafts.items():
         batch.write_drafts(requests[request_id], drafts)
     return [
-        Row(request := requests[request_id], request.num_computed_tokens, count, all_drafts.get(request_id, ()))
+        Row(
+            request := requests[request_id],
+            request.num_computed_tokens,
+            count,
+            all_drafts.get(request_id, ()),
+        )
         for request_id, count in step.num_scheduled_tokens.items()
     ]
 
@@ -47,9 +53,10 @@ def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
 class StepInputs:
     """One step on the device.
 
-    rows: in the order of their tokens, see ``in_step_order``. row_arrays: their slots, starts and counts as arrays.
-    num_tokens: of them. token_ids int32 [padded]: as many as compiled regions or a graph want. slots: where their keys
-    and values go in each KV group, see LayerCache. attention: what the attention backends have prepared.
+    rows: in the order of their tokens, see ``in_step_order``. row_arrays: their slots, starts and counts as
+    arrays. num_tokens: of them. token_ids int32 [padded]: as many as compiled regions or a graph want. slots:
+    where their keys and values go in each KV group, see LayerCache. attention: what the attention backends
+    have prepared.
     """
 
     rows: list[Row]
@@ -61,9 +68,11 @@ class StepInputs:
     attention: Any
 
     def is_sampled(self) -> np.ndarray:
-        """bool [rows]: which reach the last known token, or the last draft, of a request that wants more of them."""
+        """bool [rows]: which reach the last known token, or the last draft,
+        of a request that wants more of them."""
         ends = [
-            row.request.num_tokens + len(row.drafts) if row.request.data.pooling is None else -1 for row in self.rows
+            row.request.num_tokens + len(row.drafts) if row.request.data.pooling is None else -1
+            for row in self.rows
         ]
         return np.fromiter(ends, np.int64, len(ends)) == self.row_arrays.starts + self.row_arrays.counts
 
@@ -71,10 +80,10 @@ class StepInputs:
 class StepInputBuilder:
     """Builds StepInputs in persistent buffers, int32 [max_num_batched_tokens, rounded up] each.
 
-    verify_size: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept up to date
-    by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the token ids are those
-    so much further in the sequence than the positions (1 for an EAGLE head). groups: those of the KV groups of the
-    batch that the model's layers belong to; all, if they are not given.
+    verify_size: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept
+    up to date by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the
+    token ids are those so much further in the sequence than the positions (1 for an EAGLE head). groups:
+    those of the KV groups of the batch that the model's layers belong to; all, if they are not given.
     """
 
     def __init__(
@@ -110,8 +119,8 @@ class StepInputBuilder:
     def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
         """Returns views of the persistent buffers, valid until the next call.
 
-        padded: the number of tokens to pad to, at least. No rows and some padding make a step that touches nothing but
-        the null block. prepare: of the attention backend.
+        padded: the number of tokens to pad to, at least. No rows and some padding make a step that touches
+        nothing but the null block. prepare: of the attention backend.
         """
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
@@ -146,7 +155,9 @@ class StepInputBuilder:
         attention = prepare(row_arrays)
 
         token_ids = self._token_ids[:padded]
-        torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
+        torch.index_select(
+            self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids
+        )
         adapters = None
         if self._adapters is not None:
             pieces = self._adapters.tiles(token_slots, padded) if self._tiles_adapters else None

@@ -1,7 +1,7 @@
 """How the stages of a pipeline that do not sample learn which tokens the last one has sampled.
 
-The last stage tells the tokens of every step. The others take in those of a step not before a later step computes one
-of them: until then they go on with the tokens of other requests.
+The last stage tells the tokens of every step. The others take in those of a step not before a later step
+computes one of them: until then they go on with the tokens of other requests.
 """
 
 from __future__ import annotations

@@ -16,5 +16,18 @@ from minivllm.bench.serve import serve
 from minivllm.cli.engine.grouped_command import GroupedCommand
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, serve, accuracy, disaggregated, programs, startup, overhead, roofline, compare):
-    bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(command)
+for command in (
+    model,
+    throughput,
+    serve,
+    accuracy,
+    disaggregated,
+    programs,
+    startup,
+    overhead,
+    roofline,
+    compare,
+):
+    bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(
+        command
+    )

@@ -13,7 +13,14 @@ import typer
 
 from minivllm.bench.engines import parse_loads
 from minivllm.bench.reports.figures import inter_token_latencies, time_to_first_token
-from minivllm.bench.reports.report import Comparison, Measurement, OutputOptions, compared, make_report, publish
+from minivllm.bench.reports.report import (
+    Comparison,
+    Measurement,
+    OutputOptions,
+    compared,
+    make_report,
+    publish,
+)
 from minivllm.bench.rounds.workloads import make_workload
 from minivllm.bench.serve import LoadGenerator, ServedRecord, Target
 from minivllm.bench.sides.drive import Task
@@ -42,7 +49,9 @@ class Servers:
 def disaggregated(
     args: EngineArgs,
     output: OutputOptions,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths whose TTFT is measured, ascending.")] = "256,2048,8000",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths whose TTFT is measured, ascending.")
+    ] = "256,2048,8000",
     repeats: Annotated[int, typer.Option(min=1, help="Fresh prompts of each length.")] = 5,
     workload: Annotated[
         str, typer.Option(help="Requests to compare ITL, a workload with arrivals.")
@@ -50,12 +59,13 @@ def disaggregated(
     rounds: Annotated[int, typer.Option(min=1, help="How often the workload is sent, in turn.")] = 3,
     vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 1000,
 ) -> None:
-    """Measure the effect of separate prefill: TTFT by prompt length, and ITL of streams while long prompts arrive.
+    """Measure the effect of separate prefill:
+    TTFT by prompt length, and ITL of streams while long prompts arrive.
 
-    Three engines are started on this machine and take turns: one that computes everything, and a prefill and a decode
-    engine with a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
-    the prefill engine has the prompt's keys and values already: the cost of the transfer, against computing the prompt
-    in one engine.
+    Three engines are started on this machine and take turns: one that computes everything, and a prefill and
+    a decode engine with a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode
+    engine alone when the prefill engine has the prompt's keys and values already: the cost of the transfer,
+    against computing the prompt in one engine.
 
     Example: minivllm bench disaggregated smollm2 --json disaggregated.json
     """
@@ -80,7 +90,8 @@ def against_one(measurements: Sequence[Measurement]) -> list[Comparison]:
     found: list[Comparison] = []
     for case, side in dict.fromkeys((one.case, one.side) for one in measurements if one.side != ONE):
         ours, theirs = (
-            {one.metric: one for one in measurements if (one.case, one.side) == (case, name)} for name in (side, ONE)
+            {one.metric: one for one in measurements if (one.case, one.side) == (case, name)}
+            for name in (side, ONE)
         )
         found += compared(ours, theirs)
     return found
@@ -117,14 +128,18 @@ def send(target: Target, tasks: Sequence[Task]) -> list[ServedRecord]:
     return records
 
 
-def ttft_by_length(servers: Servers, lengths: Sequence[int], repeats: int, vocab_size: int) -> list[Measurement]:
+def ttft_by_length(
+    servers: Servers, lengths: Sequence[int], repeats: int, vocab_size: int
+) -> list[Measurement]:
     """Nothing else is running. Each prompt is a new one; what warms up is not counted."""
     found = []
     for length in lengths:
         samples: dict[str, list[float]] = {ONE: [], LOADED: [], APART: []}
         for repeat in range(-1, repeats):
             source = random.Random(f"disaggregated/{length}/{repeat}")
-            one, loaded, apart = ([Task([source.randrange(vocab_size) for _ in range(length)], 1)] for _ in range(3))
+            one, loaded, apart = (
+                [Task([source.randrange(vocab_size) for _ in range(length)], 1)] for _ in range(3)
+            )
             send(servers.prefill, loaded)
             for side, target, tasks in (
                 (ONE, servers.one, one),
@@ -153,7 +168,9 @@ def itl_under_load(servers: Servers, workload: str, rounds: int, vocab_size: int
             gaps = samples.setdefault((side, "ITL"), [])
             gaps += [1e3 * gap for record in records for gap in inter_token_latencies(record)]
             later = [record for task, record in zip(tasks, records) if task.arrival]
-            samples.setdefault((side, "TTFT"), []).extend(1e3 * time_to_first_token(record) for record in later)
+            samples.setdefault((side, "TTFT"), []).extend(
+                1e3 * time_to_first_token(record) for record in later
+            )
     return [
         Measurement(workload, side, metric, "ms", "lower", values)
         for (side, metric), values in samples.items()

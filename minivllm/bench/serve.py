@@ -42,7 +42,13 @@ from minivllm.bench.reports.report import (
 )
 from minivllm.bench.rounds.workloads import ARRIVAL_FORMS, arrive, make_workload
 from minivllm.bench.sides.drive import Record, Task
-from minivllm.cli.engine.openai_server import error_message, key_header, served_models, server_root, stream_events
+from minivllm.cli.engine.openai_server import (
+    error_message,
+    key_header,
+    served_models,
+    server_root,
+    stream_events,
+)
 from minivllm.cli.engine.options import with_options
 from minivllm.errors import ConfigError, RequestError
 
@@ -50,7 +56,24 @@ if TYPE_CHECKING:
     import httpx
 
 
-_WORDS = ("one", "day", "the", "old", "sea", "was", "calm", "and", "a", "red", "boat", "went", "far", "out", "to", "it")
+_WORDS = (
+    "one",
+    "day",
+    "the",
+    "old",
+    "sea",
+    "was",
+    "calm",
+    "and",
+    "a",
+    "red",
+    "boat",
+    "went",
+    "far",
+    "out",
+    "to",
+    "it",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +81,28 @@ class Target:
     """The server that is measured."""
 
     url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000"
-    model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None
+    model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = (
+        None
+    )
     api_key: Annotated[str | None, typer.Option(help="Bearer key.", envvar="MINIVLLM_API_KEY")] = None
     endpoint: Annotated[
-        str, typer.Option(help="completions sends token ids; chat sends a word for each, for servers without ids.")
+        str,
+        typer.Option(
+            help="completions sends token ids; chat sends a word for each, for servers without ids."
+        ),
     ] = "completions"
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")] = True
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = 600.0
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")
+    ] = True
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = (
+        600.0
+    )
 
     def found(self) -> Target:
         """With the address as requests need it, and without a model's name the first one that the server has.
 
-        Raises ConfigError for what cannot be measured, and what served_models raises for a server that is not there.
+        Raises ConfigError for what cannot be measured,
+        and what served_models raises for a server that is not there.
         """
         if importlib.util.find_spec("httpx") is None:
             raise ConfigError("Measuring a server needs httpx: pip install 'minivllm[bench]'.")
@@ -106,7 +139,8 @@ class Target:
 class ServedRecord(Record):
     """The outcome of a request to a server, which reports the number of tokens, but not the tokens.
 
-    num_chunks: pieces of text that arrived. cancelled: the client left on purpose. refused_after: how long it took
+    num_chunks: pieces of text that arrived. cancelled: the client left on purpose.
+    refused_after: how long it took
     to be told 429, from when the request was due [seconds].
     """
 
@@ -117,7 +151,8 @@ class ServedRecord(Record):
 
 
 def token_times(chunk_times: Sequence[float], num_tokens: int) -> list[float]:
-    """When each token came, the first with the first chunk and the last with the last one, the others evenly between.
+    """When each token came, the first with the first chunk and the last with the last one,
+    the others evenly between.
 
     A chunk may carry several tokens, and a token may come without text: only their number is known for sure.
     """
@@ -133,9 +168,9 @@ def token_times(chunk_times: Sequence[float], num_tokens: int) -> list[float]:
 class LoadGenerator:
     """Sends tasks and writes down what came back.
 
-    concurrency: closed loop, the next request is due when one of so many places is free. None: open loop, a request is
-    due at its arrival, however busy the server is. cancel_rate: share of requests whose client leaves at a random
-    place of the answer. Needs httpx.
+    concurrency: closed loop, the next request is due when one of so many places is free. None: open loop, a
+    request is due at its arrival, however busy the server is. cancel_rate: share of requests whose client
+    leaves at a random place of the answer. Needs httpx.
     """
 
     target: Target
@@ -153,7 +188,8 @@ class LoadGenerator:
         ended = [asyncio.Event() for _ in tasks]
         source = random.Random(f"cancel/{self.seed}")
         leave_after = [
-            source.randrange(max(1, task.max_tokens)) if source.random() < self.cancel_rate else None for task in tasks
+            source.randrange(max(1, task.max_tokens)) if source.random() < self.cancel_rate else None
+            for task in tasks
         ]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(
@@ -194,7 +230,12 @@ class LoadGenerator:
             return records, time.perf_counter() - start
 
     async def _send(
-        self, client: httpx.AsyncClient, task: Task, record: ServedRecord, start: float, leave_after: int | None
+        self,
+        client: httpx.AsyncClient,
+        task: Task,
+        record: ServedRecord,
+        start: float,
+        leave_after: int | None,
     ) -> None:
         """One request. Whatever goes wrong is written into its record, by class."""
         import httpx
@@ -230,7 +271,9 @@ class LoadGenerator:
             record.error = f"broken stream: {type(error).__name__}: {error}"
             return
         if usage is None:
-            record.error = "no usage: the stream ended without counting its tokens, and chunks are not tokens."
+            record.error = (
+                "no usage: the stream ended without counting its tokens, and chunks are not tokens."
+            )
             return
         record.num_chunks = len(chunk_times)
         record.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
@@ -241,7 +284,9 @@ class LoadGenerator:
 
 def _has_text(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or choice
-    return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
+    return any(
+        delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+    )
 
 
 NUM_WARMUP_REQUESTS = 2
@@ -254,35 +299,46 @@ class LoadOptions:
     workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "random:64:32:256"
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Closed loop: requests at a time; the next is sent when one ends. [default: 8]"),
+        typer.Option(
+            min=1, help="Closed loop: requests at a time; the next is sent when one ends. [default: 8]"
+        ),
     ] = None
     arrivals: Annotated[
         str | None,
         typer.Option(
-            help="Open loop, in place of --concurrency: " + "; ".join(f"{a} ({b})" for a, b in ARRIVAL_FORMS.items())
+            help="Open loop, in place of --concurrency: "
+            + "; ".join(f"{a} ({b})" for a, b in ARRIVAL_FORMS.items())
         ),
     ] = None
     rates: Annotated[
         str | None,
         typer.Option(
-            help="Open loop as well: Poisson arrivals at one rate after the other, ascending (0.5,1,2,4); shows the "
+            help="Open loop as well: Poisson arrivals at one rate after the other, ascending (0.5,1,2,4); "
+            "shows the "
             "rate from which on more load adds only latency."
         ),
     ] = None
-    repeats: Annotated[int, typer.Option(min=1, help="With --rates: how often each is sent, with fresh prompts.")] = 1
+    repeats: Annotated[
+        int, typer.Option(min=1, help="With --rates: how often each is sent, with fresh prompts.")
+    ] = 1
     overload: Annotated[
         float | None,
         typer.Option(
             min=1.0,
-            help="Then send the workload again, so many times as fast as the server managed in the closed loop: "
+            help="Then send the workload again, so many times as fast as the server managed in the closed "
+            "loop: "
             "latencies of admitted requests, and the time until the others get 429.",
         ),
     ] = None
     slo: Annotated[
         str | None,
-        typer.Option(help="Limits in ms that a request must keep to count for goodput, such as ttft:500,tpot:50."),
+        typer.Option(
+            help="Limits in ms that a request must keep to count for goodput, such as ttft:500,tpot:50."
+        ),
     ] = None
-    cancel_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of requests whose client leaves early.")] = 0.0
+    cancel_rate: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests whose client leaves early.")
+    ] = 0.0
     vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 1000
     seed: Annotated[int, typer.Option(help="Of lengths, contents, arrivals and cancellations.")] = 0
 
@@ -294,13 +350,15 @@ def serve(
     target: Target,
     against: Annotated[
         Path | None,
-        typer.Option(help="JSON of bench throughput on the same workload: the cost of the server against the engine."),
+        typer.Option(
+            help="JSON of bench throughput on the same workload: the cost of the server against the engine."
+        ),
     ] = None,
 ) -> None:
     """Measure an OpenAI-compatible server under load: TTFT, TPOT, ITL, E2E, rates, goodput, errors by class.
 
-    TTFT counts from the time when a request was due, even if it was sent later. The server's usage counts tokens, since
-    a chunk may hold several. A failed request counts as failed only.
+    TTFT counts from the time when a request was due, even if it was sent later. The server's usage counts
+    tokens, since a chunk may hold several. A failed request counts as failed only.
 
     Example: minivllm bench serve --url http://127.0.0.1:8000 --arrivals poisson:2 --slo ttft:500,tpot:50
 
@@ -308,23 +366,28 @@ def serve(
 
     Overload: minivllm bench serve --workload random:512:16:64 --concurrency 8 --overload 10
 
-    Against the engine in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then with a
-    server of the same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against a.json
+    Against the engine in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then
+    with a server of the same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against
+    a.json
     """
     if sum(given is not None for given in (load.concurrency, load.arrivals, load.rates)) > 1:
         raise ConfigError(
-            "--concurrency (closed loop), --arrivals and --rates (open loop) exclude each other: give one of them."
+            "--concurrency (closed loop), --arrivals and --rates (open loop) exclude each other: give one of "
+            "them."
         )
     if load.overload is not None and (load.arrivals or load.rates) is not None:
         raise ConfigError(
-            "--overload measures a closed loop first, so it excludes --arrivals and --rates: give --concurrency."
+            "--overload measures a closed loop first, so it excludes --arrivals and --rates: give "
+            "--concurrency."
         )
     if load.rates is not None and against is not None:
         raise ConfigError("--against compares one load with another: leave out --rates.")
     slo = parse_slo(load.slo)
     in_process = None if against is None else read_report(against)
     runs = loads_of(load)
-    tasks = [run.tasks() for run in runs]  # what is wrong with the workload is said before the server is asked
+    tasks = [
+        run.tasks() for run in runs
+    ]  # what is wrong with the workload is said before the server is asked
     target = target.found()
     warm_up(target, load)
     found: dict[tuple[str, str], Measurement] = {}
@@ -350,7 +413,9 @@ def serve(
         if rate == 0:
             raise RequestError(f"No request succeeded, so there is no rate to overload. {' '.join(notes)}")
         # Fresh prompts, so that no cache answers for the overloaded engine.
-        over = Load(load, arrivals=f"poisson:{rate:.6g}", repetition=1, label=f"{load.overload:g} × that rate")
+        over = Load(
+            load, arrivals=f"poisson:{rate:.6g}", repetition=1, label=f"{load.overload:g} × that rate"
+        )
         overloaded, their_seconds = send(target, over, over.tasks(), show=True)
         measurements += served_measurements(target, over, overloaded, their_seconds, slo)
         notes += [*notes_on(overloaded), overload_note(records, overloaded)]
@@ -368,12 +433,17 @@ def serve(
 def warm_up(target: Target, load: LoadOptions) -> None:
     """Send a few requests one by one, whatever becomes of them."""
     warmup = Load(load, concurrency=1, repetition=-1)
-    send(target, warmup, [replace(task, arrival=0.0, after=None) for task in warmup.tasks()[:NUM_WARMUP_REQUESTS]])
+    send(
+        target,
+        warmup,
+        [replace(task, arrival=0.0, after=None) for task in warmup.tasks()[:NUM_WARMUP_REQUESTS]],
+    )
 
 
 @dataclass(frozen=True)
 class Load:
-    """One run of the workload. repetition: which contents it has. label: how the run is called, if not by its load.
+    """One run of the workload. repetition: which contents it has.
+    label: how the run is called, if not by its load.
 
     rate: place of the run on the axis of a sweep over rates [requests/s].
     """
@@ -398,16 +468,21 @@ class Load:
 
 
 def loads_of(load: LoadOptions) -> list[Load]:
-    """One run, or with ``rates`` one of each rate and repeat: with prompts of its own, so that no prefix cache answers
-    for the engine."""
+    """One run, or with ``rates`` one of each rate and repeat:
+    with prompts of its own, so that no prefix cache answers for the engine."""
     if load.rates is None:
         concurrency = None if load.arrivals is not None else load.concurrency or 8
         return [Load(load, concurrency=concurrency, arrivals=load.arrivals)]
     rates = parse_loads("--rates", load.rates) * load.repeats
-    return [Load(load, arrivals=f"poisson:{rate:.6g}", repetition=run, rate=rate) for run, rate in enumerate(rates)]
+    return [
+        Load(load, arrivals=f"poisson:{rate:.6g}", repetition=run, rate=rate)
+        for run, rate in enumerate(rates)
+    ]
 
 
-def send(target: Target, load: Load, tasks: Sequence[Task], show: bool = False) -> tuple[list[ServedRecord], float]:
+def send(
+    target: Target, load: Load, tasks: Sequence[Task], show: bool = False
+) -> tuple[list[ServedRecord], float]:
     """All records, and the time from the start to the last end [seconds]. show: a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
@@ -430,7 +505,9 @@ def served_measurements(
 ) -> list[Measurement]:
     """The figures of one run."""
     return [
-        Measurement(run.name, target.model or "server", one.metric, one.unit, one.better, one.samples, run.rate)
+        Measurement(
+            run.name, target.model or "server", one.metric, one.unit, one.better, one.samples, run.rate
+        )
         for one in served_figures(records, seconds, slo)
     ]
 
@@ -445,7 +522,9 @@ def parse_slo(text: str | None) -> dict[str, float]:
         except ValueError:
             limits[name] = 0.0
         if name not in ("ttft", "tpot", "e2e") or not 0 < limits[name] < float("inf"):
-            raise ConfigError(f"--slo is {text!r}, but must be limits in ms of ttft, tpot or e2e: ttft:500,tpot:50.")
+            raise ConfigError(
+                f"--slo is {text!r}, but must be limits in ms of ttft, tpot or e2e: ttft:500,tpot:50."
+            )
     return limits
 
 
@@ -483,31 +562,43 @@ def keeps(record: ServedRecord, slo: dict[str, float]) -> bool:
 
 
 def notes_on(records: Sequence[ServedRecord]) -> list[str]:
-    """Notes besides the figures: a sentence for every class of error, and one on chunks that are not tokens."""
+    """Notes besides the figures: a sentence for every class of error,
+    and one on chunks that are not tokens."""
     notes = []
-    examples = {record.error.partition(":")[0]: record.error for record in records if record.error is not None}
+    examples = {
+        record.error.partition(":")[0]: record.error for record in records if record.error is not None
+    }
     counts = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
     notes += [f"{counts[name]} × {error}" for name, error in examples.items()]
     good = [record for record in records if record.error is None and not record.cancelled]
     num_tokens, num_chunks = sum(len(r.times) for r in good), sum(r.num_chunks for r in good)
     if num_chunks and num_tokens != num_chunks:
-        notes.append(f"{num_tokens:,} tokens came in {num_chunks:,} chunks: ITL shares each gap among its tokens.")
+        notes.append(
+            f"{num_tokens:,} tokens came in {num_chunks:,} chunks: ITL shares each gap among its tokens."
+        )
     return notes
 
 
 def overload_note(usual: Sequence[ServedRecord], overloaded: Sequence[ServedRecord]) -> str:
-    """The effect of overload on admitted requests, and the time until the others were refused, in a sentence."""
+    """The effect of overload on admitted requests, and the time until the others were refused,
+    in a sentence."""
     before, after = p99_itl(usual), p99_itl(overloaded)
     if before is None or after is None:
         told = f"p99 ITL needs {P99_MIN_SAMPLES} gaps in both runs: send more requests."
     else:
-        told = f"p99 ITL of admitted requests: {after:.3g} ms, {after / before:.2f} × the {before:.3g} ms before."
+        told = (
+            f"p99 ITL of admitted requests: {after:.3g} ms, {after / before:.2f} × the {before:.3g} ms "
+            "before."
+        )
     refused = [1e3 * record.refused_after for record in overloaded if record.refused_after is not None]
     if not refused:
         return f"{told} Nobody was told 429: raise the factor, or send more requests."
     slowest = percentile(refused, 0.99) if len(refused) >= P99_MIN_SAMPLES else max(refused)
     which = "p99" if len(refused) >= P99_MIN_SAMPLES else "longest"
-    return f"{told} Time to 429: median {median(refused):.3g} ms, {which} {slowest:.3g} ms, {len(refused)} requests."
+    return (
+        f"{told} Time to 429: median {median(refused):.3g} ms, {which} {slowest:.3g} ms, {len(refused)} "
+        "requests."
+    )
 
 
 def p99_itl(records: Sequence[ServedRecord]) -> float | None:
@@ -520,7 +611,8 @@ def p99_itl(records: Sequence[ServedRecord]) -> float | None:
 def against_in_process(
     report: Report, workload: str, measurements: Sequence[Measurement]
 ) -> tuple[list[Measurement], list[Comparison], str]:
-    """The server beside the engine in process, as ``bench throughput --json`` measured it on the same workload.
+    """The server beside the engine in process,
+    as ``bench throughput --json`` measured it on the same workload.
 
     Returns its measurements, the comparisons, and a sentence. Raises RequestError for another workload.
     """
@@ -532,7 +624,9 @@ def against_in_process(
         )
     ours = {one.metric: one for one in measurements if one.samples}
     if "TTFT" not in ours:
-        raise RequestError("No request succeeded, so there is nothing to compare with the report of --against.")
+        raise RequestError(
+            "No request succeeded, so there is nothing to compare with the report of --against."
+        )
     case = ours["output"].case
     beside = [
         structs.replace(theirs[metric], case=case, side="in process", x=None)
@@ -542,5 +636,8 @@ def against_in_process(
     comparisons = compared(ours, {one.metric: one for one in beside})
     share = median(ours["output"].samples) / median(theirs["output"].samples)
     added = median(ours["TTFT"].samples) - median(theirs["TTFT"].samples)
-    note = f"The server gives {share:.1%} of the output rate in process, and adds {added:.3g} ms to the median TTFT."
+    note = (
+        f"The server gives {share:.1%} of the output rate in process, and adds {added:.3g} ms to the median "
+        "TTFT."
+    )
     return beside, comparisons, note

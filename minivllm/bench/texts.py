@@ -16,20 +16,43 @@ NUM_PROMPTS = 16
 NEW_TOKENS = 128
 """That a request generates; those after the end of its answer do not count."""
 
-_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Irene", "Jonas", "Kavya", "Luis")
+_NAMES = (
+    "Amara",
+    "Bruno",
+    "Chiara",
+    "Dmitri",
+    "Elena",
+    "Farid",
+    "Greta",
+    "Hiro",
+    "Irene",
+    "Jonas",
+    "Kavya",
+    "Luis",
+)
 _PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
 _WARES = ("lamps", "maps", "kettles", "violins", "ladders", "mirrors", "bicycles", "compasses")
 _STORES = ("Inventory", "Stock", "Depot", "Shelf", "Warehouse")
-_THEMES = ("a lighthouse keeper", "an old clock", "a lost letter", "a garden in winter", "a night train", "two rivers")
+_THEMES = (
+    "a lighthouse keeper",
+    "an old clock",
+    "a lost letter",
+    "a garden in winter",
+    "a night train",
+    "two rivers",
+)
 
 
 def _edit(source: random.Random) -> str:
     seller, other = source.sample(_NAMES, 2)
     place, wares = source.choice(_PLACES), source.choice(_WARES)
     text = (
-        f"{seller} opened a small workshop in {place} in the spring. For the first year nobody came, and {seller} "
-        f"repaired {wares} that no one had asked for. Then the museum ordered forty {wares}, and {seller} hired two "
-        f"neighbours to help. By the autumn the workshop had moved to a larger house near the harbour of {place}, and "
+        f"{seller} opened a small workshop in {place} in the spring. For the first year nobody came, and "
+        f"{seller} "
+        f"repaired {wares} that no one had asked for. Then the museum ordered forty {wares}, and {seller} "
+        "hired two "
+        "neighbours to help. By the autumn the workshop had moved to a larger house near the harbour of "
+        f"{place}, and "
         f"people came from other towns to see how the {wares} were made."
     )
     return f"Replace the name {seller} by {other} and repeat the text without any other change.\n\n{text}"
@@ -42,7 +65,10 @@ def _extraction(source: random.Random) -> str:
         f"{name.lower()}.{source.randrange(100, 1000)}@example.com."
         for name in people
     ]
-    return "List every name with its place and address, one per line, in the words of the text.\n\n" + "\n".join(lines)
+    return (
+        "List every name with its place and address, one per line, in the words of the text.\n\n"
+        + "\n".join(lines)
+    )
 
 
 def _repair(source: random.Random) -> str:
@@ -91,8 +117,8 @@ class TextCase:
 
     Tokens per step do not depend on the machine: they bound what speculation can be worth.
 
-    encode: from a prompt to token ids. end_ids: tokens that end an answer; what an engine generates after one, being
-    told to go on, is not the answer to anything and does not count.
+    encode: from a prompt to token ids. end_ids: tokens that end an answer; what an engine generates after
+    one, being told to go on, is not the answer to anything and does not count.
     """
 
     kind: str
@@ -131,14 +157,17 @@ class TextCase:
 
 
 def text_cases(texts: Sequence[str], model: str) -> list[TextCase]:
-    """ "text:edit", "text:edit:128" (new tokens) -> cases, read by the model's tokenizer. Raises ConfigError."""
+    """ "text:edit", "text:edit:128" (new tokens) -> cases, read by the model's tokenizer.
+    Raises ConfigError."""
     wanted: list[tuple[str, int]] = []
     for text in texts:
         _, kind, *tokens = text.split(":")
         numbers = [int(number) for number in tokens or [str(NEW_TOKENS)] if number.isdecimal()]
         if kind not in PROMPTS or len(tokens) > 1 or not numbers or numbers[0] < 2:
             known = ", ".join(PROMPTS)
-            raise ConfigError(f"The case {text!r} must be text:KIND[:TOKENS], 2 tokens or more, of a kind of: {known}.")
+            raise ConfigError(
+                f"The case {text!r} must be text:KIND[:TOKENS], 2 tokens or more, of a kind of: {known}."
+            )
         wanted.append((kind, numbers[0]))
     tokenizer = load_tokenizer(model)
 

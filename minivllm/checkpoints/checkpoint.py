@@ -1,8 +1,8 @@
 """Stream a model's weights by Hugging Face name: safetensors (sharded or not), GGUF, or seeded dummies.
 
-Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor (GGUF:
-plus three, since two are dequantised ahead). Names and shapes are checked before the first tensor is handed out.
-Pickle-based formats are never opened.
+Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor
+(GGUF: plus three, since two are dequantised ahead). Names and shapes are checked before the first tensor is
+handed out. Pickle-based formats are never opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError, RequestError
 from minivllm.families.family import Family
 from minivllm.families.makers.registry import FAMILIES
-from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
+from minivllm.gguf.gguf_file import (
+    ROPE_TENSORS,
+    GGUFFile,
+    GGUFTensor,
+    Treatment,
+    find_gguf,
+    hugging_face_name,
+)
 from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import (
@@ -71,7 +78,8 @@ Shape = tuple[int, ...]
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Name and shape of every weight the decoder needs, in Hugging Face naming and torch order ``[out, in]``."""
+    """Name and shape of every weight the decoder needs,
+    in Hugging Face naming and torch order ``[out, in]``."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index, layer in enumerate(config.layers):
@@ -121,7 +129,11 @@ def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int
         return {**into, f"{spec.block}.out_proj": (hidden, spec.widths[1], spec.bias)}
     if not isinstance(spec, SelfAttentionSpec):
         raise TypeError(f"Nothing is known of the weights of {spec}.")
-    query, key_value, inputs = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, hidden * spec.qkv_inputs
+    query, key_value, inputs = (
+        spec.heads * spec.head_dim,
+        spec.kv_heads * spec.head_dim,
+        hidden * spec.qkv_inputs,
+    )
     gate = {"self_attn.g_proj": (query, hidden, spec.qkv_bias)} if spec.output_gate else {}
     return {
         "self_attn.q_proj": (query, inputs, spec.qkv_bias),
@@ -184,15 +196,18 @@ def iterate_weights(
     kept_bits: frozenset[int] = frozenset(),
     wants: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes`` that are wanted.
+    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes`` that
+    are wanted.
 
-    What a router decides by, and sinks, come in the type in which they are stored. A tensor may be a view of the
-    mapped file: copy it before changing it. With tied embeddings no lm_head is yielded. seed: used by load_format
-    "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are groups of that many bits come
-    as ``GroupedWeight``; with 4 among them, other quantised types come as ``RestoredWeight``, since rounding those
-    to 4 bits would spoil what the file holds. wants: tells the names whose tensors are read; all are checked. Raises
-    ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before
-    anything is yielded.
+    What a router decides by, and sinks, come in the type in which they are stored. A tensor may be a view of
+    the mapped file: copy it before changing it. With tied embeddings no lm_head is yielded. seed: used by
+    load_format "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are groups of
+    that many bits come
+    as ``GroupedWeight``; with 4 among them, other quantised types come as ``RestoredWeight``,
+    since rounding those
+    to 4 bits would spoil what the file holds. wants: tells the names whose tensors are read; all are checked.
+    Raises ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or
+    misshapen tensor, before anything is yielded.
     """
     expected = expected_shapes(decoder_config)
     family = FAMILIES[decoder_config.architecture].for_model(decoder_config)
@@ -207,13 +222,16 @@ def iterate_weights(
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
         experts = ExpertTensors(expected, family.transposes_experts)
         num_layers = decoder_config.num_layers
-        weights = _safetensors_weights(Path(model_path), family, num_layers, experts, expected, dtype, packed, wants)
+        weights = _safetensors_weights(
+            Path(model_path), family, num_layers, experts, expected, dtype, packed, wants
+        )
     rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
 
     def rewritten(name: str, weight: StoredWeight) -> StoredWeight:
-        """A quantised weight is rewritten by its values, which need not be such that its format could hold them."""
+        """A quantised weight is rewritten by its values,
+        which need not be such that its format could hold them."""
         if not isinstance(weight, QuantizedWeight):
             return rewrite(name, weight, decoder_config)
         values = weight.restore(dtype)
@@ -222,7 +240,8 @@ def iterate_weights(
             return weight
         if isinstance(weight, RowScaledWeight) and weight.rounds_inputs and weight.values.dtype == torch.int8:
             raise ModelError(
-                f"{model_path}: inputs of {name!r} are rounded to int8, but a {decoder_config.architecture} changes "
+                f"{model_path}: inputs of {name!r} are rounded to int8, but a {decoder_config.architecture} "
+                "changes "
                 f"that weight while it is loaded, which would no longer be exact: use the unquantised model."
             )
         return RestoredWeight(new)
@@ -230,13 +249,16 @@ def iterate_weights(
     return ((name, rewritten(name, weight)) for name, weight in weights)
 
 
-def _dummy_weights(expected: Mapping[str, Shape], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _dummy_weights(
+    expected: Mapping[str, Shape], dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in expected.items():
         yield name, dummy_weight(name, shape, dtype, seed)
 
 
 def dummy_weight(name: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random weights that depend on name and seed only, so that no loading order changes them; norms are 1."""
+    """Random weights that depend on name and seed only, so that no loading order changes them;
+    norms are 1."""
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -286,10 +308,13 @@ def _gguf_weights(
         skip = {
             name
             for name in file.tensors
-            if name in ROPE_TENSORS or family.leaves_out(behind.sub(r"model.layers.\1.", name), config.num_layers)
+            if name in ROPE_TENSORS
+            or family.leaves_out(behind.sub(r"model.layers.\1.", name), config.num_layers)
         }
         names = {name: hugging_face_name(name, fused, family.gguf_renamed) or name for name in file.tensors}
-        found = layout.shapes({names[name]: tensor.shape for name, tensor in file.tensors.items() if name not in skip})
+        found = layout.shapes(
+            {names[name]: tensor.shape for name, tensor in file.tensors.items() if name not in skip}
+        )
         found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
         check_tensors(*_unfused(found, expected, file_of, family), path)
         skip |= {stored for stored, name in names.items() if not wants(name)}
@@ -378,7 +403,9 @@ def _safetensors_weights(
         stored_in[name] = path
         parts = parts_of.setdefault(weight, {})
         if part in parts:
-            raise ModelError(f"{path}: tensor {name!r} is what {parts[part].name!r} in {parts[part].path} is too.")
+            raise ModelError(
+                f"{path}: tensor {name!r} is what {parts[part].name!r} in {parts[part].path} is too."
+            )
         parts[part] = _StoredTensor(stored, path, header)
 
     def is_depthwise(name: str, shape: Shape) -> bool:
@@ -387,7 +414,9 @@ def _safetensors_weights(
 
     with ExitStack() as stack:
         files = {tensor.path for parts in parts_of.values() for tensor in parts.values()}
-        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in sorted(files)}
+        handles: dict[Path, Any] = {
+            path: stack.enter_context(open_safetensors(path)) for path in sorted(files)
+        }
 
         def read(tensor: _StoredTensor) -> torch.Tensor:
             result: torch.Tensor = handles[tensor.path].get_tensor(tensor.name)
@@ -400,7 +429,9 @@ def _safetensors_weights(
             elif packed is not None and weight not in expected and weight.endswith("_proj.bias"):
                 # GPTQ writers give every layer a bias, of zeros where the model has none.
                 if bool(read(parts[""]).any()):
-                    raise ModelError(f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias.")
+                    raise ModelError(
+                        f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias."
+                    )
                 del parts_of[weight]
             else:
                 shape = parts[""].header.shape
@@ -416,7 +447,11 @@ def _safetensors_weights(
             else:
                 value = read(parts[""])
                 value = value.flatten(1) if is_depthwise(weight, value.shape) else value
-                if family.norm_offset and weight.endswith("norm.weight") and not weight.endswith(family.whole_norms):
+                if (
+                    family.norm_offset
+                    and weight.endswith("norm.weight")
+                    and not weight.endswith(family.whole_norms)
+                ):
                     value = value.float() + family.norm_offset
                 value = value if weight.endswith(_EXACT) else value.to(dtype)
             for name, one in experts.split(weight, value):
@@ -438,7 +473,8 @@ def _unfused(
             whole = sum(expected[part][0] for part in parts), *expected[parts[0]][1:]
             if shape != whole:
                 raise ModelError(
-                    f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but the configuration calls for "
+                    f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but the configuration calls "
+                    "for "
                     f"{list(whole)}."
                 )
             shapes.update({part: expected[part] for part in parts})
@@ -467,10 +503,12 @@ def _parts(
         yield part, weight.part(rows, slice(None)) if isinstance(weight, QuantizedWeight) else weight[rows]
 
 
-def rows_of_layers(config: DecoderConfig, shapes: Mapping[str, Shape], module: str) -> dict[str, torch.Tensor]:
-    """The decoder's linear layers that a module of a published checkpoint holds, and which of its outputs are theirs,
-    int64, in their order. Empty if the decoder has no such layer. shapes: [out, in] of all of them. Raises RequestError
-    if the family does more to a weight than to put its rows into another order."""
+def rows_of_layers(
+    config: DecoderConfig, shapes: Mapping[str, Shape], module: str
+) -> dict[str, torch.Tensor]:
+    """The decoder's linear layers that a module of a published checkpoint holds, and which of its outputs are
+    theirs, int64, in their order. Empty if the decoder has no such layer. shapes: [out, in] of all of them.
+    Raises RequestError if the family does more to a weight than to put its rows into another order."""
     family = FAMILIES[config.architecture].for_model(config)
     name = family.own_name(_full_name(f"{module}.weight"))
     expected = {f"{layer}.weight": shape for layer, shape in shapes.items()}
@@ -482,14 +520,18 @@ def rows_of_layers(config: DecoderConfig, shapes: Mapping[str, Shape], module: s
         assert isinstance(rows, torch.Tensor)
         own = rows if family.rewrite_weight is None else family.rewrite_weight(part, rows, config)
         if not torch.equal(own.sort().values.to(rows.dtype), rows.sort().values):
-            raise RequestError(f"The family {family.architecture} changes the weight of {module}: no adapter fits it.")
+            raise RequestError(
+                f"The family {family.architecture} changes the weight of {module}: no adapter fits it."
+            )
         layers[part.removesuffix(".weight")] = own
     return layers
 
 
 def _full_name(stored: str) -> str:
     """The decoder's name. Checkpoints of the bare decoder leave out the leading ``model.``."""
-    return expert_name("model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored)
+    return expert_name(
+        "model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
+    )
 
 
 class PlacedTensor(NamedTuple):
@@ -503,10 +545,11 @@ class PlacedTensor(NamedTuple):
 def stored_tensors(
     directory: Path, packed: PackedWeights | None, is_used: Callable[[str], bool]
 ) -> dict[str, PlacedTensor]:
-    """Every tensor of a checkpoint once, in the file in which the index places it: a copy elsewhere is an older one.
+    """Every tensor of a checkpoint once, in the file in which the index places it:
+    a copy elsewhere is an older one.
 
-    is_used: tells the tensors that must be where the index says. Raises ModelError where they are not, and for a tensor
-    in two files of which the index names neither.
+    is_used: tells the tensors that must be where the index says. Raises ModelError where they are not, and
+    for a tensor in two files of which the index names neither.
     """
     files, listed = safetensors_files(directory)
     found: dict[str, PlacedTensor] = {}
@@ -526,7 +569,8 @@ def stored_tensors(
 
 
 def has_other_head(directory: Path, config: DecoderConfig) -> bool:
-    """Whether a checkpoint stores a head whose values, in the type it was saved in, are not those of its embeddings.
+    """Whether a checkpoint stores a head whose values, in the type it was saved in,
+    are not those of its embeddings.
 
     Then the head counts, even where the configuration ties both, as in transformers.
     """
@@ -556,14 +600,18 @@ def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         return [directory / SINGLE_NAME], {}
     index_path = directory / INDEX_NAME
     if not index_path.is_file():
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+        pickled = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)
+        )
         if pickled:
             raise ModelError(
-                f"{directory} holds its weights as {pickled[0]}, a pickle file that could run any code, which is never "
+                f"{directory} holds its weights as {pickled[0]}, a pickle file that could run any code, "
+                "which is never "
                 f"opened; convert the model to safetensors."
             )
         raise ModelError(
-            f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there. Weights in another "
+            f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there. Weights in "
+            "another "
             "format, such as pytorch_model.bin, must be converted to safetensors first."
         )
     weight_map = read_json_object(index_path).get("weight_map")
@@ -577,7 +625,8 @@ def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
             or not file_name.endswith(".safetensors")
         ):
             raise ModelError(
-                f"{index_path}: {name!r} is placed in {file_name!r}, but must be in a .safetensors file beside it."
+                f"{index_path}: {name!r} is placed in {file_name!r}, but must be in a .safetensors file "
+                "beside it."
             )
         listed[name] = directory / file_name
     files = sorted(set(listed.values()))
@@ -597,7 +646,8 @@ def open_safetensors(path: Path) -> safe_open:
 
 
 def read_header(path: Path, packed: PackedWeights | None) -> dict[str, StoredPart]:
-    """Types and shapes by name in one file; safetensors itself checks that the header fits the file's length."""
+    """Types and shapes by name in one file;
+    safetensors itself checks that the header fits the file's length."""
     described: dict[str, StoredPart] = {}
     with open_safetensors(path) as file:
         names: Iterable[str] = file.keys()
@@ -608,7 +658,8 @@ def read_header(path: Path, packed: PackedWeights | None) -> dict[str, StoredPar
             is_unused = _IGNORED.fullmatch(name) or (packed is not None and packed.is_unused(name))
             if view.get_dtype() not in allowed and not is_unused:
                 raise ModelError(
-                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of {', '.join(allowed)}."
+                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of "
+                    f"{', '.join(allowed)}."
                 )
             described[name] = StoredPart(view.get_dtype(), tuple(view.get_shape()))
     return described

@@ -21,12 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def read_model_facts(
-    model_path: str | Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None, wanted: str = "auto"
+    model_path: str | Path,
+    load_format: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    wanted: str = "auto",
 ) -> ModelFacts:
     """Facts about a local model that the engine needs, from the implementation that computes it.
 
-    wanted: "minivllm", "transformers", or "auto": see ``choose_implementation``. Raises ModelError naming the file, the
-    field and the value when the model cannot be run.
+    wanted: "minivllm", "transformers", or "auto": see ``choose_implementation``. Raises ModelError naming the
+    file, the field and the value when the model cannot be run.
     """
     implementation, _ = choose_implementation(model_path, load_format, overrides, wanted)
     describe = import_object("the implementation", MODEL_IMPLEMENTATIONS[implementation].describe)
@@ -50,14 +53,18 @@ def _with_stored_head(config: DecoderConfig, path: Path, load_format: str) -> De
     if find_gguf(path, load_format) is not None or not has_other_head(path, config):
         return config
     logger.warning(
-        "%s: tie_word_embeddings is true, but the checkpoint stores a head of its own, lm_head.weight: that is used.",
+        "%s: tie_word_embeddings is true, but the checkpoint stores a head of its own, lm_head.weight: that "
+        "is used.",
         path / "config.json",
     )
     return replace(config, tie_word_embeddings=False)
 
 
 def choose_implementation(
-    model_path: str | Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None, wanted: str = "auto"
+    model_path: str | Path,
+    load_format: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    wanted: str = "auto",
 ) -> tuple[str, str]:
     """("minivllm" or "transformers", why). "auto" takes minivllm's decoder for the families in its table."""
     if wanted != "auto":

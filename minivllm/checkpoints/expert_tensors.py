@@ -1,6 +1,8 @@
-"""Experts in checkpoints: one matrix each, or those of a layer in one tensor, under the names of several families.
+"""Experts in checkpoints: one matrix each, or those of a layer in one tensor,
+under the names of several families.
 
-The decoder's names are ``model.layers.0.mlp.experts.3.gate_proj.weight`` and so on, [out, in] each. Stored tensors are
+The decoder's names are ``model.layers.0.mlp.experts.3.gate_proj.weight`` and so on, [out, in] each.
+Stored tensors are
 
     mlp.experts.gate_up_proj [experts, 2 * inner, hidden]     gates above, as transformers 5 stacks them
     mlp.experts.gate_up_proj [experts, hidden, 2 * inner]     transposed, gates and ups in turn: gpt-oss
@@ -40,7 +42,8 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.)\d+\.down_proj\.weight")
 
 
 class _Stack(NamedTuple):
-    """One stored tensor of all experts of a layer. prefix: of the experts' names. parts: what it holds of each one."""
+    """One stored tensor of all experts of a layer. prefix: of the experts' names.
+    parts: what it holds of each one."""
 
     prefix: str
     parts: tuple[str, ...]
@@ -57,7 +60,8 @@ def expert_name(name: str) -> str:
 class ExpertTensors:
     """Stacked tensors of a checkpoint: the experts that they hold, and how they are split.
 
-    expected: shapes of all weights of the decoder. is_transposed: stacks lie [in, out], gates and ups in turn.
+    expected: shapes of all weights of the decoder.
+    is_transposed: stacks lie [in, out], gates and ups in turn.
     """
 
     def __init__(self, expected: Mapping[str, Shape], is_transposed: bool = False) -> None:
@@ -68,8 +72,8 @@ class ExpertTensors:
     def unstacked(
         self, found: Mapping[str, Shape], file_of: Mapping[str, Path]
     ) -> tuple[dict[str, Shape], dict[str, Path]]:
-        """Names and shapes with each stack replaced by its parts, and their files. Raises ModelError, naming file and
-        tensor, if a stack does not have the shape that the configuration calls for."""
+        """Names and shapes with each stack replaced by its parts, and their files. Raises ModelError, naming
+        file and tensor, if a stack does not have the shape that the configuration calls for."""
         shapes: dict[str, Shape] = {}
         files: dict[str, Path] = {}
         for name, shape in found.items():
@@ -80,21 +84,25 @@ class ExpertTensors:
             whole = self._shape(stack)
             if shape != whole:
                 raise ModelError(
-                    f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but {whole[0]} experts of this "
+                    f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but {whole[0]} experts of "
+                    "this "
                     f"configuration make {list(whole)}."
                 )
             for expert in range(whole[0]):
                 for part in stack.parts:
                     own = f"{stack.prefix}{expert}.{part}.{stack.kind}"
                     if own in shapes:
-                        raise ModelError(f"{file_of[name]}: tensor {name!r} holds {own!r}, which is also in another.")
+                        raise ModelError(
+                            f"{file_of[name]}: tensor {name!r} holds {own!r}, which is also in another."
+                        )
                     shapes[own], files[own] = self._expected[own], file_of[name]
         return shapes, files
 
     def split(self, name: str, weight: StoredWeight) -> Iterator[tuple[str, StoredWeight]]:
         """The tensors of every expert in a stack, under their own names; any other tensor as it is.
 
-        A quantised stack has its experts one below the other, [experts * out, in], whatever the shape in the file.
+        A quantised stack has its experts one below the other, [experts * out, in],
+        whatever the shape in the file.
         """
         stack = self._stack(name)
         if stack is None:
@@ -106,7 +114,9 @@ class ExpertTensors:
                 if isinstance(weight, Tensor):
                     yield own, self._of_expert(weight[expert], index, len(stack.parts), self._expected[own])
                 elif isinstance(weight, RestoredWeight) and weight.values.ndim == 3:
-                    values = self._of_expert(weight.values[expert], index, len(stack.parts), self._expected[own])
+                    values = self._of_expert(
+                        weight.values[expert], index, len(stack.parts), self._expected[own]
+                    )
                     yield own, RestoredWeight(values)
                 else:
                     assert isinstance(weight, QuantizedWeight)

@@ -1,8 +1,9 @@
-"""Read a model's configuration into ``DecoderConfig``: config.json in either spelling, or a GGUF file's metadata.
+"""Read a model's configuration into ``DecoderConfig``:
+config.json in either spelling, or a GGUF file's metadata.
 
-transformers 4 wrote ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; transformers 5 writes ``rope_parameters``
-and ``dtype``. Both are normalised here, once, with the defaults and the rotary semantics of transformers; GGUF
-metadata is first translated into the same entries. Nothing of transformers is imported.
+transformers 4 wrote ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; transformers 5 writes
+``rope_parameters`` and ``dtype``. Both are normalised here, once, with the defaults and the rotary semantics
+of transformers; GGUF metadata is first translated into the same entries. Nothing of transformers is imported.
 """
 
 from __future__ import annotations
@@ -74,8 +75,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> DecoderConfig:
-    """Normalise config.json's entries (and generation_config.json's); ``source`` is the file named in errors."""
+def build_decoder_config(
+    entries: Mapping[str, Any], generation: Mapping[str, Any], source: str
+) -> DecoderConfig:
+    """Normalise config.json's entries (and generation_config.json's);
+    ``source`` is the file named in errors."""
     architectures = entries.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"{source}: architectures is {architectures!r}, but must be a list of names.")
@@ -110,7 +114,8 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
 
 
 def read_dtype(entries: Mapping[str, Any], source: str) -> str:
-    """A configuration without a dtype, or with "auto", is read as float32, which holds the numbers of all types."""
+    """A configuration without a dtype, or with "auto", is read as float32,
+    which holds the numbers of all types."""
     value = entries.get("dtype") or entries.get("torch_dtype") or "auto"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name == "float64":
@@ -122,17 +127,21 @@ def read_dtype(entries: Mapping[str, Any], source: str) -> str:
 
 
 def read_token_ids(name: str, files: Sequence[TokenIds], default: Any, vocab_size: int) -> tuple[int, ...]:
-    """The token ids that the entry ``name`` of any file holds, in order; those of ``default`` if no file has it.
+    """The token ids that the entry ``name`` of any file holds, in order;
+    those of ``default`` if no file has it.
 
-    An id outside the vocabulary is left out, with a warning that names its file: no model can generate it. So is a
-    default of that kind, which belongs to the family's full-size models. Raises ModelError for what is no id.
+    An id outside the vocabulary is left out, with a warning that names its file: no model can generate it. So
+    is a default of that kind, which belongs to the family's full-size models. Raises ModelError for what is
+    no id.
     """
     given = [(source, entries[name]) for source, entries in files if name in entries]
     ids: dict[int, None] = {}
     for source, value in given or [("", default)]:
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise Entries({}, {}, source).refuse(name, value, "must hold token ids, which are whole numbers")
+                raise Entries({}, {}, source).refuse(
+                    name, value, "must hold token ids, which are whole numbers"
+                )
             if 0 <= token < vocab_size:
                 ids[token] = None
             elif source:

@@ -1,4 +1,5 @@
-"""The command line's table of commands. Nothing here imports torch; a command does when it starts an engine."""
+"""The command line's table of commands.
+Nothing here imports torch; a command does when it starts an engine."""
 
 from __future__ import annotations
 
@@ -68,19 +69,27 @@ class _Commands(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name == "simulate":
-            return typer.core.TyperCommand("simulate", help="Simulate engines that share requests, without a model.")
+            return typer.core.TyperCommand(
+                "simulate", help="Simulate engines that share requests, without a model."
+            )
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "help":
             # `help COMMAND` is `COMMAND --help`; alone it is the help of all.
-            return super().resolve_command(ctx, [*args[1:], "--help"]) if args[1:] else _stop_with(ctx.get_help())
+            return (
+                super().resolve_command(ctx, [*args[1:], "--help"])
+                if args[1:]
+                else _stop_with(ctx.get_help())
+            )
         if args[0] in ALIASES:
             args = [ALIASES[args[0]], *args[1:]]
         elif args[0] in NOT_HERE:
             raise ConfigError(f"There is no command {args[0]!r}: {NOT_HERE[args[0]]}")
         elif " " in args[0] or args[0].lower() in WHEEL_MODELS:
-            raise ConfigError(f"{args[0]!r} is no command. To talk with a model: minivllm chat {shlex.join(args)}")
+            raise ConfigError(
+                f"{args[0]!r} is no command. To talk with a model: minivllm chat {shlex.join(args)}"
+            )
         name, command, rest = super().resolve_command(ctx, args)
         return name, self._load_simulate() if name == "simulate" else command, rest
 
@@ -134,7 +143,12 @@ def minivllm(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-v", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True
+            "--version",
+            "-v",
+            "-V",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
         ),
     ] = False,
 ) -> None:

@@ -39,17 +39,27 @@ def generate(
     text: TextArgument = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="A prompt (may be repeated: all run in one batch); - reads it from stdin."),
+        typer.Option(
+            "--prompt", "-p", help="A prompt (may be repeated: all run in one batch); - reads it from stdin."
+        ),
     ] = None,
     as_chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Send each prompt as a user message through the chat template.")
+        bool,
+        typer.Option(
+            "--chat/--no-chat", help="Send each prompt as a user message through the chat template."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt and line.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")
+    ] = False,
 ) -> None:
     """Complete one or many prompts in one batch.
 
-    Without -p, standard input is the prompt. A completion ends after 256 tokens unless --max-tokens says otherwise.
+    Without -p, standard input is the prompt.
+    A completion ends after 256 tokens unless --max-tokens says otherwise.
 
     Example: minivllm generate -p "The capital of France is" -p "Water boils at" --max-tokens 8 --json
     """
@@ -112,7 +122,9 @@ class Batch:
                 room = max_model_len - len(ids)
                 own = params
                 if may_shorten and params.max_tokens is not None and 1 <= room < params.max_tokens:
-                    own = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+                    own = msgspec.structs.replace(
+                        params, max_tokens=room, min_tokens=min(params.min_tokens, room)
+                    )
                 self._engine.add_request(str(index), {"prompt_token_ids": ids}, own)
             except RequestError as error:
                 self._errors[index] = str(error)
@@ -123,7 +135,8 @@ class Batch:
         return self._engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def run(self, before_print: Callable[[], None]) -> None:
-        """Step the engine until every prompt is completed, printing results; ``before_print`` is called before each."""
+        """Step the engine until every prompt is completed, printing results;
+        ``before_print`` is called before each."""
         self._before_print = before_print
         self._print_finished()
         while self._num_printed < len(self._texts):

@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _open_what_is_closed() -> None:
-    """Closed standard streams become /dev/null: else the next file or socket that is opened would take their place.
+    """Closed standard streams become /dev/null:
+    else the next file or socket that is opened would take their place.
 
     Standard input is then empty. Writing to standard output fails as it does for a closed one.
     """

@@ -34,10 +34,12 @@ class ProxyOptions:
     """Where the proxy listens, and how it chooses."""
 
     prefill: Annotated[
-        list[str] | None, _option("Address of a server with kv_role kv_producer (may be repeated).", metavar="URL")
+        list[str] | None,
+        _option("Address of a server with kv_role kv_producer (may be repeated).", metavar="URL"),
     ] = None
     decode: Annotated[
-        list[str] | None, _option("Address of a server with kv_role kv_consumer (may be repeated).", metavar="URL")
+        list[str] | None,
+        _option("Address of a server with kv_role kv_consumer (may be repeated).", metavar="URL"),
     ] = None
     host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
@@ -52,14 +54,17 @@ class ProxyOptions:
     allowed_hosts: Annotated[
         list[str] | None,
         _option(
-            "Host name with a dot that clients may use besides --host (may be repeated); localhost, addresses and "
-            "names without a dot always do. Without it, any name will do where keys are asked for or other machines "
+            "Host name with a dot that clients may use besides --host (may be repeated); localhost, "
+            "addresses and "
+            "names without a dot always do. Without it, any name will do where keys are asked for or other "
+            "machines "
             "can reach the proxy.",
             "--allowed-host",
         ),
     ] = None
     min_prefill_tokens: Annotated[
-        int, _option("Shorter prompts, about (four characters count as a token), go to a decode server alone.")
+        int,
+        _option("Shorter prompts, about (four characters count as a token), go to a decode server alone."),
     ] = 256
     prefill_timeout: Annotated[
         float, _option("Seconds after which a decode server computes the prompt instead.", min=0.1)
@@ -72,12 +77,13 @@ class ProxyOptions:
 
 @with_options
 def proxy(options: ProxyOptions) -> None:
-    """Give servers that share keys and values one address: one computes a prompt, another one writes the answer.
+    """Give servers that share keys and values one address:
+    one computes a prompt, another one writes the answer.
 
-    Each prompt goes to a prefill server, which is asked for one token, and then to a decode server, which takes the
-    keys and values from it and streams the answer. If prefill fails in any way, the decode server computes the prompt.
-    Clients see one OpenAI server: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /ready,
-    /metrics; requests that need no prefill go to a decode server.
+    Each prompt goes to a prefill server, which is asked for one token, and then to a decode server, which
+    takes the keys and values from it and streams the answer. If prefill fails in any way, the decode server
+    computes the prompt. Clients see one OpenAI server: /v1/chat/completions, /v1/completions, /v1/responses,
+    /v1/models, /health, /ready, /metrics; requests that need no prefill go to a decode server.
 
     Example: minivllm proxy --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
 
@@ -149,7 +155,8 @@ def serve_disaggregated(
     """Start the servers that ``text`` asks for, and a proxy for them. server_flags: of each server. choices:
     settings of the relay.
 
-    Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.
+    Raises EngineDeadError, with the name of the server, when one ends before it is ready,
+    or the last that can answer.
     """
     check_packages()
     from minivllm.cli.engine.engine_start import fetch_model
@@ -180,4 +187,6 @@ def serve_disaggregated(
             signal.signal(number, lambda *_: children.kill())
         children.close()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the interpreter, when it ends, would let a handler's signal kill it
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # the interpreter, when it ends, would let a handler's signal kill it

@@ -31,7 +31,8 @@ def pull(
 def list_models() -> None:
     """List the models on this machine: name, size, and where they lie.
 
-    Names that can be fetched without a model hub come first. Models of other directories are named by their path.
+    Names that can be fetched without a model hub come first.
+    Models of other directories are named by their path.
 
     Example: minivllm list
     """

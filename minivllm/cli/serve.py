@@ -30,12 +30,15 @@ def _option(help_text: str, *names: str, **settings: Any) -> Any:
 class ServerOptions:
     """The flags that set ``ServerSettings``."""
 
-    host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = "127.0.0.1"
+    host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
     api_keys: Annotated[
         list[str] | None,
         _option(
-            "Key that clients must send as a bearer token (may be repeated; in the environment, separated by spaces).",
+            "Key that clients must send as a bearer token (may be repeated; in the environment, separated by "
+            "spaces).",
             "--api-key",
             envvar="MINIVLLM_API_KEY",
         ),
@@ -48,34 +51,47 @@ class ServerOptions:
         int, _option("Completions that may wait for a place among --max-num-seqs; more get 429.")
     ] = 256
     max_queued_prompt_tokens: Annotated[int, _option("Prompt tokens that may wait; more get 429.")] = 262_144
-    request_timeout: Annotated[float, _option("Seconds a request may take, waiting included; 0 is no limit.")] = 600.0
+    request_timeout: Annotated[
+        float, _option("Seconds a request may take, waiting included; 0 is no limit.")
+    ] = 600.0
     max_body_bytes: Annotated[int, _option("Largest body of a request.")] = 4 * 2**20
     cors_origins: Annotated[
         list[str] | None,
-        _option("Web page whose scripts may call the server (may be repeated); none by default.", "--cors-origin"),
+        _option(
+            "Web page whose scripts may call the server (may be repeated); none by default.", "--cors-origin"
+        ),
     ] = None
     allowed_hosts: Annotated[
         list[str] | None,
         _option(
-            "Host name with a dot that clients may use besides --host (may be repeated); localhost, addresses and "
-            "names without a dot always do. Without it, any name will do where keys are asked for or other machines "
+            "Host name with a dot that clients may use besides --host (may be repeated); localhost, "
+            "addresses and "
+            "names without a dot always do. Without it, any name will do where keys are asked for or other "
+            "machines "
             "can reach the server.",
             "--allowed-host",
         ),
     ] = None
     log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
     drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
-    stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
+    stats_interval: Annotated[
+        float, _option("Seconds between status lines, when there is news; 0 for none.")
+    ] = 10.0
     lora_adapters: Annotated[
         list[str] | None,
-        _option("Adapter to serve as a separate model, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
+        _option(
+            "Adapter to serve as a separate model, NAME=PATH in PEFT's format (may be repeated).", "--lora"
+        ),
     ] = None
     lora_directory: Annotated[
-        Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
+        Path | None,
+        _option("Let clients load adapters that lie in this directory, and unload them, while serving."),
     ] = None
     otlp_endpoint: Annotated[
         str | None,
-        _option("OTLP collector (HTTP) that gets a trace of every request. [default: what OTEL_* variables say]"),
+        _option(
+            "OTLP collector (HTTP) that gets a trace of every request. [default: what OTEL_* variables say]"
+        ),
     ] = None
     tool_call_parser: Annotated[
         str, _option("How the model writes tool calls: auto (by its chat template), hermes, llama or none.")
@@ -84,18 +100,23 @@ class ServerOptions:
         str, _option("How the model marks its reasoning: auto (by its chat template), think or none.")
     ] = "auto"
     trust_request_chat_template: Annotated[
-        bool, _option("Let requests bring a chat template, a program in a sandbox.", "--trust-request-chat-template")
+        bool,
+        _option(
+            "Let requests bring a chat template, a program in a sandbox.", "--trust-request-chat-template"
+        ),
     ] = False
     show_cached_texts: Annotated[
         bool,
         _option(
-            "Show the beginnings of cached prompts and answers in the page, to every client.", "--show-cached-texts"
+            "Show the beginnings of cached prompts and answers in the page, to every client.",
+            "--show-cached-texts",
         ),
     ] = False
     strict: Annotated[
         bool,
         _option(
-            "Refuse unknown fields of requests, also those that only label a request for other servers.", "--strict"
+            "Refuse unknown fields of requests, also those that only label a request for other servers.",
+            "--strict",
         ),
     ] = False
 
@@ -117,7 +138,9 @@ def _adapter(text: str) -> LoRARequest:
         raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
     directory = Path(path).expanduser().resolve()
     if not (directory / "adapter_config.json").is_file():
-        raise ConfigError(f"--lora is {text!r}, but {directory} must be a directory with an adapter_config.json.")
+        raise ConfigError(
+            f"--lora is {text!r}, but {directory} must be a directory with an adapter_config.json."
+        )
     return LoRARequest(name, lora_path=str(directory))
 
 
@@ -134,7 +157,9 @@ class DisaggregatedOptions:
     ] = None
     min_prefill_tokens: Annotated[
         int | None,
-        _option("With --disaggregated: shorter prompts, about, go to a decode server alone.", show_default="256"),
+        _option(
+            "With --disaggregated: shorter prompts, about, go to a decode server alone.", show_default="256"
+        ),
     ] = None
     prefill_timeout: Annotated[
         float | None,
@@ -155,7 +180,9 @@ class DisaggregatedOptions:
         if args.kv_transfer_config is not None:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
         if args.data_parallel_size > 1:
-            raise ConfigError("--disaggregated counts the servers of each kind itself: leave --data-parallel-size out.")
+            raise ConfigError(
+                "--disaggregated counts the servers of each kind itself: leave --data-parallel-size out."
+            )
         if args.nnodes > 1 or args.executor == "ray":
             raise ConfigError("--disaggregated starts servers on one host: leave --nnodes and Ray out.")
         if server.lora_directory is not None or server.cors_origins:
@@ -194,8 +221,9 @@ def _server_flags(server: ServerOptions) -> list[str]:
 def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs) -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
-    /openapi.json describes all endpoints; a browser that opens / gets a page to chat and to watch the engine. SIGTERM
-    lets running requests finish; a second one does not. The exit code is 0 after either, and 1 if the engine died.
+    /openapi.json describes all endpoints; a browser that opens / gets a page to chat and to watch the engine.
+    SIGTERM lets running requests finish; a second one does not. The exit code is 0 after either, and 1 if the
+    engine died.
 
     --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
     --disaggregated 1P1D starts two servers and a proxy: one computes prompts, the other one writes answers.
@@ -229,7 +257,9 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
 
             names = ("min_prefill_tokens", "prefill_timeout")
             choices = {name: getattr(several, name) for name in names if getattr(several, name) is not None}
-            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), choices)
+            serve_disaggregated(
+                several.disaggregated, args, settings, listener, _server_flags(server), choices
+            )
             return
         fetch_model(args)
         from minivllm.frontend.async_llm import AsyncLLM

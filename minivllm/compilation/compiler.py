@@ -1,4 +1,5 @@
-"""Compiling regions: one place that decides between compiled and eager, reports progress and counts recompilations."""
+"""Compiling regions: one place that decides between compiled and eager,
+reports progress and counts recompilations."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ MIN_FREE_BYTES = 64 * 2**20
 def cache_directory() -> Path:
     """Where compiled code is kept between runs: TORCHINDUCTOR_CACHE_DIR, or a folder below MINIVLLM_HOME.
 
-    Inductor writes its own default into that variable as soon as it is used: a folder in the system's folder for files
-    that programs throw away. The user did not choose it, and other users can write there: no place for code to load.
+    Inductor writes its own default into that variable as soon as it is used: a folder in the system's folder
+    for files that programs throw away. The user did not choose it, and other users can write there: no place
+    for code to load.
     """
     home = home_directory()
     chosen = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")
@@ -42,7 +44,8 @@ def cache_directory() -> Path:
 
 
 def packages_directory() -> Path:
-    """Where packages of regions are kept: below MINIVLLM_HOME, or in TORCHINDUCTOR_CACHE_DIR, beside Inductor's files.
+    """Where packages of regions are kept:
+    below MINIVLLM_HOME, or in TORCHINDUCTOR_CACHE_DIR, beside Inductor's files.
 
     Never beside that folder, where the user may not be the only one who writes.
     """
@@ -82,14 +85,17 @@ def find_cpp_compiler() -> str | None:
 class RegionCompiler:
     """Hands out regions, compiled by torch.compile or as they are.
 
-    most: name of a Size -> the largest that it gets here. Compiled code then need not be ready for more: it counts
-    elements in 32 bits where no tensor can have too many for that. single_rows: a region that declares it has code of
-    its own for a single row.
-    After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
-    Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
+    most: name of a Size -> the largest that it gets here. Compiled code then need not be ready for more: it
+    counts elements in 32 bits where no tensor can have too many for that. single_rows: a region that declares
+    it has code of its own for a single row.
+    After ``freeze`` every further compilation is counted and logged, because serving then stutters for
+    seconds. Dynamo and Inductor are imported with the first compilation: a process that finds everything
+    packaged needs neither.
     """
 
-    def __init__(self, enabled: bool, most: Mapping[str, int] | None = None, single_rows: bool = False) -> None:
+    def __init__(
+        self, enabled: bool, most: Mapping[str, int] | None = None, single_rows: bool = False
+    ) -> None:
         self.enabled, self._most, self._single_rows = enabled, most or {}, single_rows
         self.rows = RowCounts(fewest=2 if enabled and not single_rows else 1)
         self.num_recompilations = 0
@@ -164,7 +170,8 @@ class RegionCompiler:
 
     @property
     def is_building(self) -> bool:
-        """True while that process is at work. Regions that are asked for again afterwards have what it built."""
+        """True while that process is at work.
+        Regions that are asked for again afterwards have what it built."""
         return False
 
     def leave_builds(self) -> None:
@@ -175,18 +182,21 @@ class RegionCompiler:
         self._frozen = True
 
     def _compile_graph(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        """Inductor, as the backend of all regions of this engine, so that their compilations can be counted."""
+        """Inductor, as the backend of all regions of this engine,
+        so that their compilations can be counted."""
         if self._frozen:
             self.num_recompilations += 1
             logger.warning(
-                "A region is compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
+                "A region is compiled again after warm-up (%d so far): a shape or dtype that warm-up did not "
+                "cover.",
                 self.num_recompilations,
             )
         return compile_fx(graph, example_inputs)
 
 
 def compile_fx(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-    """Inductor. It is not asked for less exact products of float32: those are routers, whose choices would change."""
+    """Inductor. It is not asked for less exact products of float32:
+    those are routers, whose choices would change."""
     from torch._inductor.compile_fx import compile_fx as inductor
 
     with warnings.catch_warnings():
@@ -201,8 +211,8 @@ def prepare_inductor() -> None:
 
     for generator in CODE_GENERATORS:
         import_object("a code generator", generator)()
-    # On a GPU, whether to pad the sides of matrices is decided by the example's number of tokens, which becomes a guard
-    # that a dynamic size may not have.
+    # On a GPU, whether to pad the sides of matrices is decided by the example's number of tokens, which
+    # becomes a guard that a dynamic size may not have.
     config.shape_padding = False
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
@@ -211,8 +221,9 @@ def prepare_inductor() -> None:
 
 @contextmanager
 def only_marked_sizes_are_dynamic() -> Iterator[None]:
-    """Sizes that happen to be equal are not taken for one and the same (duck shaping), and sizes that differ from what
-    another engine of this process had are not made dynamic by themselves: FlexAttention cannot be compiled so."""
+    """Sizes that happen to be equal are not taken for one and the same (duck shaping), and sizes that differ
+    from what another engine of this process had are not made dynamic by themselves: FlexAttention cannot be
+    compiled so."""
     import torch.fx.experimental._config
 
     with (
@@ -224,8 +235,8 @@ def only_marked_sizes_are_dynamic() -> Iterator[None]:
 
 @contextmanager
 def bounds_in_cache_keys(most: Mapping[str, int]) -> Iterator[None]:
-    """Inductor's cache on disk finds code whatever the bounds of its sizes were, and then tells Dynamo that the sizes
-    of this engine have the bounds of that one, which is an error where they are smaller."""
+    """Inductor's cache on disk finds code whatever the bounds of its sizes were, and then tells Dynamo that
+    the sizes of this engine have the bounds of that one, which is an error where they are smaller."""
     import torch.compiler.config
 
     with torch.compiler.config.patch(cache_key_tag=repr(sorted(most.items()))):  # type: ignore[attr-defined]
@@ -235,8 +246,9 @@ def bounds_in_cache_keys(most: Mapping[str, int]) -> Iterator[None]:
 def _own_code(region: Region) -> Callable:
     """The region's function behind a code object of its own.
 
-    Dynamo keeps compiled graphs per code object and searches them one by one at every call; regions that share code
-    would be in each other's way, count against one recompilation limit and be taken for changing shapes of one thing.
+    Dynamo keeps compiled graphs per code object and searches them one by one at every call; regions that
+    share code would be in each other's way, count against one recompilation limit and be taken for changing
+    shapes of one thing.
     """
     function = region.function
 

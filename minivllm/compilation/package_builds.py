@@ -19,18 +19,18 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 NICENESS = 8
-"""Of builds in the background, and of the scheduling groups they open. Each step is a factor of 1.25: beside a process
-that never pauses, a build gets 14 % of every core by the kernel's weights, and ends. Short chat answers decoded at 0.5
-to 0.8 of their uncompiled speed meanwhile. At 19, or with SCHED_IDLE, it got 1 % and less: a chat without pauses on
-two cores had six of nine regions after 240 s."""
+"""Of builds in the background, and of the scheduling groups they open. Each step is a factor of 1.25: beside
+a process that never pauses, a build gets 14 % of every core by the kernel's weights, and ends. Short chat
+answers decoded at 0.5 to 0.8 of their uncompiled speed meanwhile. At 19, or with SCHED_IDLE, it got 1 % and
+less: a chat without pauses on two cores had six of nine regions after 240 s."""
 MAX_REPORT_BYTES = 2**15
 """Of a child's log. A pipe holds twice as much without anybody reading it."""
 
 POLL_SECONDS = 0.02
 
 _lifelines: set[int] = set()
-"""Descriptors whose end others wait for: what this process holds open for its children, and what ``close_in_children``
-was told of. A child that inherits them must close them."""
+"""Descriptors whose end others wait for: what this process holds open for its children, and what
+``close_in_children`` was told of. A child that inherits them must close them."""
 _is_in_background = False
 """True in a child in the background and in its own children."""
 
@@ -53,10 +53,10 @@ def forget_descriptor(descriptor: int) -> None:
 class Child:
     """A fork of this process that runs one function, because a traced graph is nothing to be sent elsewhere.
 
-    It ends with this process, however that ends, even by kill -9: a pipe that only this process holds open tells it,
-    and it takes the compilers it started with it. ``release`` makes the one exception: what a command leaves behind on
-    purpose when it is done, a build in the background, may finish without it. What the child logs reaches this
-    process's log when it is over.
+    It ends with this process, however that ends, even by kill -9: a pipe that only this process holds open
+    tells it, and it takes the compilers it started with it. ``release`` makes the one exception: what a
+    command leaves behind on purpose when it is done, a build in the background, may finish without it. What
+    the child logs reaches this process's log when it is over.
 
     Only code may be generated in it: OpenMP's threads do not survive a fork.
     """
@@ -83,8 +83,8 @@ class Child:
         if self._status is None:
             ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
-                # A child that was killed leaves the C++ compilers of its process group running. The group is ended
-                # before the child is reaped: until then its number belongs to no other process.
+                # A child that was killed leaves the C++ compilers of its process group running. The group is
+                # ended before the child is reaped: until then its number belongs to no other process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
                 self._end(os.waitpid(self._pid, 0)[1])
@@ -101,7 +101,9 @@ class Child:
         self._log.close()
         _lifelines.remove(self._lifeline)
         os.close(self._lifeline)
-        if self._status is None:  # somebody has to wait for it, or it stays among this process's children once it ended
+        if (
+            self._status is None
+        ):  # somebody has to wait for it, or it stays among this process's children once it ended
             threading.Thread(target=os.waitpid, args=(self._pid, 0), daemon=True).start()
 
     def _end(self, status: int) -> None:
@@ -127,7 +129,8 @@ def _run_in_child(run: Callable[[], None], life: int, log: int, in_background: b
             yield_as_a_group()
         while _lifelines:
             os.close(_lifelines.pop())
-        # Whoever reads what the parent prints should not wait for a child that goes on when the parent is over.
+        # Whoever reads what the parent prints should not wait for a child that goes on when the parent is
+        # over.
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
@@ -146,8 +149,8 @@ def _run_in_child(run: Callable[[], None], life: int, log: int, in_background: b
 def yield_as_a_group() -> None:
     """Give the session of this process the niceness of a build in the background.
 
-    A session, which ``setsid`` opens, is a group of its own to Linux's scheduler, whose share does not depend on the
-    niceness of its processes: it has a niceness itself, which starts at 0 in every child.
+    A session, which ``setsid`` opens, is a group of its own to Linux's scheduler, whose share does not depend
+    on the niceness of its processes: it has a niceness itself, which starts at 0 in every child.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(NICENESS))
@@ -192,9 +195,12 @@ class PackageBuilds:
         self._start_waiting()
 
     def wait(self) -> None:
-        """Return when all builds are over, whether or not they succeeded. If an exception ends the wait, so do they."""
+        """Return when all builds are over, whether or not they succeeded.
+        If an exception ends the wait, so do they."""
         if self._num_unfinished:
-            logger.info("Compiling %d regions: %d done …", self._num_over + self._num_unfinished, self._num_over)
+            logger.info(
+                "Compiling %d regions: %d done …", self._num_over + self._num_unfinished, self._num_over
+            )
         try:
             while self._num_unfinished:
                 self._start_waiting()

@@ -1,8 +1,10 @@
-"""Regions compiled ahead of time (AOTInductor) and kept on disk, so that the next start loads them in milliseconds.
+"""Regions compiled ahead of time (AOTInductor) and kept on disk,
+so that the next start loads them in milliseconds.
 
-Against torch.compile this saves two things on a CPU: a start needs neither Dynamo nor Inductor, and a call goes
-straight into C++ instead of through guards. What a package was built for is in its file name, a hash of everything its
-code depends on; so is the hash of the file itself, which makes a damaged package count as absent.
+Against torch.compile this saves two things on a CPU: a start needs neither Dynamo nor Inductor, and a call
+goes straight into C++ instead of through guards. What a package was built for is in its file name, a hash of
+everything its code depends on; so is the hash of the file itself, which makes a damaged package count as
+absent.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ PACKAGE_NAME = "region"
 class PackagedRegionCompiler(RegionCompiler):
     """Hands out regions that run from packages on disk, and builds the packages that are missing.
 
-    What a region is compiled from is its declaration, so it is known at once whether its package is there. A region
-    that cannot be packaged is compiled by torch.compile, with a warning. Where everything is found, neither Dynamo nor
-    Inductor is imported.
+    What a region is compiled from is its declaration, so it is known at once whether its package is there. A
+    region that cannot be packaged is compiled by torch.compile, with a warning. Where everything is found,
+    neither Dynamo nor Inductor is imported.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -76,7 +78,9 @@ class PackagedRegionCompiler(RegionCompiler):
 
     def __call__(self, region: Region) -> Callable:
         made = super().__call__(region)
-        for packaged in self._packages[region.key]:  # when it is asked for again, they may have been built meanwhile
+        for packaged in self._packages[
+            region.key
+        ]:  # when it is asked for again, they may have been built meanwhile
             if not packaged.is_ready:
                 packaged.load(self._directory)
         return made
@@ -112,7 +116,8 @@ class PackagedRegionCompiler(RegionCompiler):
 
     def num_built(self) -> int:
         return sum(
-            packaged.is_ready or any(self._directory.glob(f"{key}-*.pt2")) for key, packaged in self._regions.items()
+            packaged.is_ready or any(self._directory.glob(f"{key}-*.pt2"))
+            for key, packaged in self._regions.items()
         )
 
     def build(self) -> None:
@@ -120,7 +125,8 @@ class PackagedRegionCompiler(RegionCompiler):
         if missing:
             # A warning reaches standard error in a program that has not set up logging.
             logger.warning(
-                "Compiling the model for this machine, %d regions. This takes some minutes, once: later starts find "
+                "Compiling the model for this machine, %d regions. This takes some minutes, once: later "
+                "starts find "
                 "them in %s.",
                 len(missing),
                 self._directory,
@@ -131,7 +137,9 @@ class PackagedRegionCompiler(RegionCompiler):
         self._build_packages(missing)
         for packaged in missing:
             if not packaged.load(self._directory):
-                logger.warning("The region %r cannot be packaged; torch.compile takes over.", packaged.region.name)
+                logger.warning(
+                    "The region %r cannot be packaged; torch.compile takes over.", packaged.region.name
+                )
                 packaged.take(super()._make(packaged.region))
 
     def _build_packages(self, missing: list[_PackagedRegion]) -> None:
@@ -185,7 +193,8 @@ class _PackagedRegion:
         self._loaded: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
         self._function: Callable | None = None
         self._package: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
-        """What is loaded, once the first arguments have been looked at: a package checks nothing when it is called."""
+        """What is loaded, once the first arguments have been looked at:
+        a package checks nothing when it is called."""
         self._run = self.bound()
 
     def __call__(self, *args: Any) -> Any:
@@ -194,9 +203,9 @@ class _PackagedRegion:
     def bound(self, *last: Any) -> Callable:
         """The region with its last arguments, of which nothing is left to be done in a call.
 
-        Python that runs between two regions is slow, since the weights that go through the CPU's caches drive out all
-        that it needs: to flatten the 21 tensors of a layer of SmolLM2-135M took 12 us there, and 21 like them 4 us over
-        and over again (two cores of Zen 3).
+        Python that runs between two regions is slow, since the weights that go through the CPU's caches drive
+        out all that it needs: to flatten the 21 tensors of a layer of SmolLM2-135M took 12 us there, and 21
+        like them 4 us over and over again (two cores of Zen 3).
         """
         own: list[Tensor] = []
         flatten(last, own)
@@ -251,11 +260,13 @@ class _PackagedRegion:
         return self._run(*args)
 
 
-def export_region(region: Region, examples: dict[tuple[TensorSpec, int], Tensor]) -> torch.export.ExportedProgram:
+def export_region(
+    region: Region, examples: dict[tuple[TensorSpec, int], Tensor]
+) -> torch.export.ExportedProgram:
     """The region as a graph of a flat list of tensors. Raises whatever tracing raises.
 
-    examples: inputs of regions that were exported before, by their specs and how many equal ones came before them, to
-    which those of this region are added.
+    examples: inputs of regions that were exported before, by their specs and how many equal ones came before
+    them, to which those of this region are added.
     """
     from torch.export import Dim, export
 
@@ -288,8 +299,8 @@ def export_region(region: Region, examples: dict[tuple[TensorSpec, int], Tensor]
 
 
 def settle_child(threads: int) -> None:
-    """OpenMP's threads do not survive a fork, so a child may not start a parallel region; the code that it generates is
-    for as many threads as the parent has."""
+    """OpenMP's threads do not survive a fork, so a child may not start a parallel region; the code that it
+    generates is for as many threads as the parent has."""
     from torch._inductor import config
 
     torch.set_num_threads(1)
@@ -297,16 +308,17 @@ def settle_child(threads: int) -> None:
 
 
 def build_package(program: torch.export.ExportedProgram, directory: Path, packaged: _PackagedRegion) -> None:
-    """Compile the program and put its package in place, whole or not at all. Raises what the compiler raises."""
+    """Compile the program and put its package in place, whole or not at all.
+    Raises what the compiler raises."""
     from torch._inductor import aoti_compile_and_package
 
     key, has_fixed_rows = packaged.key, packaged.region.rows is not None
     configs = {
         # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
         "aot_inductor.precompile_headers": False,
-        # What a few rows make on their way are small tensors of known sizes, and to allocate them took 8 % of a step.
-        # On the stack, a step of one row took 5.5 ms in place of 5.95 (4 bits, two cores of Zen 4). Inductor does so
-        # only up to 100 KB, and where nothing but generated code gets to see them.
+        # What a few rows make on their way are small tensors of known sizes, and to allocate them took 8 % of
+        # a step. On the stack, a step of one row took 5.5 ms in place of 5.95 (4 bits, two cores of Zen 4).
+        # Inductor does so only up to 100 KB, and where nothing but generated code gets to see them.
         "aot_inductor.allow_stack_allocation": has_fixed_rows,
     }
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -314,7 +326,11 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, packag
     with exclusive(lock):
         # Whoever waited for the lock finds what the other process built meanwhile.
         if find_package(directory, key) is None:
-            with tempfile.TemporaryDirectory(dir=directory) as scratch, _tracing(), _generated_code_in(scratch):
+            with (
+                tempfile.TemporaryDirectory(dir=directory) as scratch,
+                _tracing(),
+                _generated_code_in(scratch),
+            ):
                 path = Path(scratch) / f"{PACKAGE_NAME}.pt2"
                 aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
                 os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
@@ -332,7 +348,8 @@ def _tracing() -> Iterator[None]:
 
 
 def _try_instructions() -> None:
-    """Inductor compiles and loads a file for each set of vector instructions, once a process: children inherit it.
+    """Inductor compiles and loads a file for each set of vector instructions, once a process:
+    children inherit it.
 
     Where that cannot be written, a child tries again, and its failure leaves the region to torch.compile.
     """
@@ -344,8 +361,9 @@ def _try_instructions() -> None:
 
 @contextmanager
 def _generated_code_in(directory: str) -> Iterator[None]:
-    """Inductor names what it generates by its content, and reads it back to pack it. In a shared folder, the build of
-    another region with equal code writes the same files meanwhile: a package was found with a file still empty."""
+    """Inductor names what it generates by its content, and reads it back to pack it. In a shared folder, the
+    build of another region with equal code writes the same files meanwhile: a package was found with a file
+    still empty."""
     shared = cache_directory()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
     try:
@@ -370,11 +388,14 @@ def find_package(directory: Path, key: str) -> Path | None:
 def _delete_unpacked() -> None:
     """Delete the files that PyTorch unpacked of packages that are loaded by now.
 
-    PyTorch deletes them when it drops a package, which no process comes to at its end: every start would leave
+    PyTorch deletes them when it drops a package, which no process comes to at its end:
+    every start would leave
     20 megabytes behind. A file whose code is mapped may be deleted: the code remains.
     """
     with contextlib.suppress(OSError):
-        for path in re.findall(rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()):
+        for path in re.findall(
+            rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -391,11 +412,16 @@ def _environment() -> tuple[str, ...]:
     digest = hashlib.sha256()
     assert kernels_triton_free.__file__ is not None and minivllm.__file__ is not None
     home = Path(minivllm.__file__).parent
-    folders = [Path(kernels_triton_free.__file__).parent, *(home / name for name in PACKAGES_WITH_REGION_CODE)]
+    folders = [
+        Path(kernels_triton_free.__file__).parent,
+        *(home / name for name in PACKAGES_WITH_REGION_CODE),
+    ]
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
-    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_"))
+    settings = sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_")
+    )
     return (
         digest.hexdigest(),
         torch.__version__,

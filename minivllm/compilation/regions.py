@@ -1,7 +1,7 @@
 """What a region is: a function of tensors together with the declaration of its inputs.
 
-The declaration is data: it is checked, hashed into the name of a package, and turned into example inputs, so that a
-region can be compiled before it has ever been called.
+The declaration is data: it is checked, hashed into the name of a package, and turned into example inputs, so
+that a region can be compiled before it has ever been called.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RowCount = Literal["single", "few"]
 class Size:
     """A dimension whose size is not the same in every call: from 2 to MAX_SIZE.
 
-    name: what it counts. example: its size in example inputs. single: its size in the code for a single row, which a
-    region has whose first dimension declares one; None: it is dynamic there too. few: the same for a few rows. varies:
-    False where it is always ``example`` in the code for several rows.
+    name: what it counts. example: its size in example inputs. single: its size in the code for a single row,
+    which a region has whose first dimension declares one; None: it is dynamic there too. few: the same for a
+    few rows. varies: False where it is always ``example`` in the code for several rows.
     """
 
     name: str
@@ -83,7 +83,13 @@ class TensorSpec:
         dynamic = self.dynamic
         sizes = ",".join("*" if dim in dynamic else str(size) for dim, size in enumerate(self.sizes))
         text = f"{self.dtype} {self.device.type} [{sizes}]"
-        how = "packed" if self.is_packed else "contiguous" if self.strides is None else f"strides {self.strides}"
+        how = (
+            "packed"
+            if self.is_packed
+            else "contiguous"
+            if self.strides is None
+            else f"strides {self.strides}"
+        )
         return f"{text} {how}" if layout else text
 
     def describe_given(self, tensor: Tensor, *, layout: bool = True) -> str:
@@ -99,9 +105,10 @@ class TensorSpec:
 class Region:
     """A pure function of tensors (it writes into those it is meant to, the KV cache, and nothing else).
 
-    inputs: argument -> TensorSpec, or nested tuples of them as the function takes them, None where there is nothing.
-    constants: everything besides its tensors that the function depends on, with a repr that tells it apart: compiled
-    code that is kept on disk is found by it. rows: those it is compiled for; None: any number.
+    inputs: argument -> TensorSpec, or nested tuples of them as the function takes them, None where there is
+    nothing. constants: everything besides its tensors that the function depends on, with a repr that tells it
+    apart: compiled code that is kept on disk is found by it. rows: those it is compiled for; None: any
+    number.
     """
 
     name: str
@@ -118,13 +125,14 @@ class Region:
         return self.name, repr(self.constants), *(spec.describe() for _, spec in self.tensors())
 
     def has_code_for(self, rows: RowCount) -> bool:
-        """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
-        it, and a few rows only with ``has_loops``."""
+        """Whether calls with so many rows have code of their own: where the first dimension of the first
+        input declares it, and a few rows only with ``has_loops``."""
         _, first = next(self.tensors())
         return bool(_size(first.shape[0], rows)) and (rows == "single" or self.has_loops)
 
     def fixed(self, rows: RowCount) -> Region:
-        """The same for calls with so many rows: without loops over rows, and without threads for what is too small."""
+        """The same for calls with so many rows:
+        without loops over rows, and without threads for what is too small."""
         inputs = {name: changed(spec, lambda spec: spec.fixed(rows)) for name, spec in self.inputs.items()}
         name = f"{self.name} of {'one row' if rows == 'single' else 'a few rows'}"
         return replace(self, name=name, inputs=inputs, rows=rows)
@@ -144,14 +152,19 @@ class Region:
             yield from ((name, part) for part in leaves(spec))
 
     def check(self, tensors: list[Tensor], *, layout: bool = True) -> None:
-        """Raises TypeError where tensors are not the declared ones, because compiled code would not notice."""
+        """Raises TypeError where tensors are not the declared ones,
+        because compiled code would not notice."""
         declared = list(self.tensors())
         if len(declared) != len(tensors):
-            raise TypeError(f"The region {self.name!r} takes {len(declared)} tensors, but was given {len(tensors)}.")
+            raise TypeError(
+                f"The region {self.name!r} takes {len(declared)} tensors, but was given {len(tensors)}."
+            )
         for (name, spec), tensor in zip(declared, tensors):
             given, expected = spec.describe_given(tensor, layout=layout), spec.describe(layout=layout)
             if given != expected:
-                raise TypeError(f"The region {self.name!r} takes {expected} in {name}, but was given {given}.")
+                raise TypeError(
+                    f"The region {self.name!r} takes {expected} in {name}, but was given {given}."
+                )
 
 
 CompileRegion = Callable[[Region], Callable]

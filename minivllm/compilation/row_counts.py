@@ -1,4 +1,5 @@
-"""Numbers of rows: which of them have code of their own, what steps are padded to, and which code a call gets."""
+"""Numbers of rows: which of them have code of their own, what steps are padded to,
+and which code a call gets."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any, NamedTuple
 
 
 class RowCounts(NamedTuple):
-    """What the compiled code of a model takes. Without compilation any number of rows is as good as another."""
+    """What the compiled code of a model takes.
+    Without compilation any number of rows is as good as another."""
 
     fewest: int = 1
     """Rows that every call needs; 2 where one row has no code, since a dynamic size starts at 2."""
@@ -29,9 +31,11 @@ class RowCounts(NamedTuple):
 class CodeByRows:
     """The code of a region for one row, for a few rows, and for any number from 2 on; called, it chooses."""
 
-    def __init__(self, several: Callable, single: Callable, few: Callable | None, counts: Sequence[int | None]) -> None:
-        """few: None if there is no such code. counts: for each argument the first dimension that code for a few rows
-        takes, None where it takes any."""
+    def __init__(
+        self, several: Callable, single: Callable, few: Callable | None, counts: Sequence[int | None]
+    ) -> None:
+        """few: None if there is no such code. counts: for each argument the first dimension that code for a
+        few rows takes, None where it takes any."""
         self._several, self._single, self._few, self._counts = several, single, few, tuple(counts)
         self._num_few = next(filter(None, self._counts), 0)
 

@@ -1,4 +1,5 @@
-"""Engine configuration: what the user may set (``EngineArgs``) and what the engine runs with (``EngineConfig``).
+"""Engine configuration: what the user may set (``EngineArgs``) and what the engine runs with
+(``EngineConfig``).
 
 Both are frozen. ``EngineArgs`` keeps vLLM's names; ``EngineConfig`` is resolved from it exactly once
 (``minivllm.engine.resolve``), and every value the engine picks by itself is logged with its reason.

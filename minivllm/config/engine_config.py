@@ -11,8 +11,8 @@ from minivllm.config.kv_transfer_config import KVTransferConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: block size [tokens], explicit size if any, element type, prefix reuse, of whole blocks or to the
-    token."""
+    """The KV cache: block size [tokens], explicit size if any, element type, prefix reuse,
+    of whole blocks or to the token."""
 
     block_size: int = 64
     num_blocks: int | None = None
@@ -27,8 +27,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step and of one request.
 
-    num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its guesses.
-    num_stages: of a pipeline, which steps should share the requests among.
+    num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its
+    guesses. num_stages: of a pipeline, which steps should share the requests among.
     """
 
     max_num_seqs: int = 64
@@ -58,8 +58,8 @@ class LoRAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NodesConfig:
-    """Hosts that share the workers of one model evenly: how many, which of them this one is, where the first one
-    listens, and a file with the secret that they have in common."""
+    """Hosts that share the workers of one model evenly: how many, which of them this one is, where the first
+    one listens, and a file with the secret that they have in common."""
 
     nnodes: int
     node_rank: int
@@ -95,16 +95,17 @@ class ImagesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
-    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
-    attention_backend, logits_processors: see EngineArgs. async_scheduling: one step more is in flight. family,
-    model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
-    the worker lives in the engine's process ("uni") or elsewhere (see EngineArgs). kv_transfer: None where no keys and
-    values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: the workers of all engines
-    have all of some experts each. pipeline_parallel_size: stages that the layers are dealt out to, each with so many
-    workers. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
-    take [seconds]. data_parallel_size: engines that share the machine, each with the whole model, or all of it but
-    experts. nodes: None on one host. images: None where it reads text only, and no_images says why."""
+    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf``
+    file. ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not
+    from the model. attention_backend, logits_processors: see EngineArgs. async_scheduling: one step more is
+    in flight. family, model_impl, hf_overrides: what workers in other processes read the model's
+    configuration with. executor: whether the worker lives in the engine's process ("uni") or elsewhere (see
+    EngineArgs). kv_transfer: None where no keys and values travel. tensor_parallel_size: workers that divide
+    every layer. expert_parallel: the workers of all engines have all of some experts each.
+    pipeline_parallel_size: stages that the layers are dealt out to, each with so many workers.
+    custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
+    take [seconds]. data_parallel_size: engines that share the machine, each with the whole model, or all of
+    it but experts. nodes: None on one host. images: None where it reads text only, and no_images says why."""
 
     model: str
     model_path: str
@@ -167,5 +168,6 @@ class EngineConfig:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that are handed to the workers before the results of the oldest are taken in: one for each stage."""
+        """Steps that are handed to the workers before the results of the oldest are taken in:
+        one for each stage."""
         return self.pipeline_parallel_size + self.async_scheduling

@@ -16,13 +16,15 @@ KVLoadFailurePolicy = Literal["recompute", "fail"]
 class KVTransferConfig:
     """Where keys and values go besides the KV cache, and come from.
 
-    kv_connector: "OffloadingConnector" (host memory), "SharedStorageConnector" (a directory), "LookupBufferConnector"
+    kv_connector: "OffloadingConnector" (host memory),
+    "SharedStorageConnector" (a directory), "LookupBufferConnector"
         (another engine), "LMCacheConnector" (LMCache's server), "MultiConnector" (several), a name given to
         minivllm.register_connector, or "package.module:Class".
     kv_role: "kv_producer" only saves, "kv_consumer" only loads, "kv_both" does both.
-    kv_load_failure_policy: what becomes of a request whose keys and values do not arrive: "recompute" them, or "fail".
-    kv_connector_extra_config: the connector's own settings.
-    fingerprint: digest of all that decides what a block of known tokens holds, the model's files among it; settings:
+    kv_load_failure_policy: what becomes of a request whose keys and values do not arrive: "recompute" them,
+    or "fail". kv_connector_extra_config: the connector's own settings.
+    fingerprint: digest of all that decides what a block of known tokens holds,
+    the model's files among it; settings:
         of all but the files. Filled in when the engine starts, for connectors whose blocks outlive it.
     """
 
@@ -46,7 +48,9 @@ class KVTransferConfig:
         """Build from what the user wrote. Raises ConfigError naming the key and what it may be."""
         known = [one.name for one in fields(cls) if one.name not in ("fingerprint", "settings")]
         if not isinstance(values, dict):
-            raise ConfigError(f"kv_transfer_config is {values!r}, but must be a dictionary with a 'kv_connector'.")
+            raise ConfigError(
+                f"kv_transfer_config is {values!r}, but must be a dictionary with a 'kv_connector'."
+            )
         for key in values:
             if key not in known:
                 raise ConfigError(f"kv_transfer_config has a key {key!r}, but may have: {', '.join(known)}.")
@@ -55,7 +59,8 @@ class KVTransferConfig:
             allowed = cast(tuple[str, ...], get_args(kind))
             if values.get(key, allowed[0]) not in allowed:
                 raise ConfigError(
-                    f"kv_transfer_config[{key!r}] is {values[key]!r}, but must be one of {', '.join(allowed)}."
+                    f"kv_transfer_config[{key!r}] is {values[key]!r}, but must be one of "
+                    f"{', '.join(allowed)}."
                 )
         extra = values.get("kv_connector_extra_config", {})
         if not isinstance(extra, dict):

@@ -29,15 +29,19 @@ def check_call(router: Router, method: str, args: Sequence[Any]) -> None:
     """Raise RequestError for what engines with unfinished requests refuse, as long as any has some."""
     if method in ("sleep", "update_weights") and router.num_unfinished:
         raise RequestError(
-            f"{method} needs idle engines, but {router.num_unfinished} requests are unfinished: wait for them, or "
+            f"{method} needs idle engines, but {router.num_unfinished} requests are unfinished: wait for "
+            "them, or "
             "abort them."
         )
     if method == "remove_lora" and args and args[0] in router.adapters_in_use():
-        raise RequestError(f"The adapter {args[0]!r} is in use by unfinished requests: let them end, or abort them.")
+        raise RequestError(
+            f"The adapter {args[0]!r} is in use by unfinished requests: let them end, or abort them."
+        )
 
 
 class StandingOrders:
-    """Calls whose effect lasts (adapters, weights, sleep, …). An engine that starts again gets the same calls."""
+    """Calls whose effect lasts (adapters, weights, sleep, …).
+    An engine that starts again gets the same calls."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, tuple[Any, ...]] = {}
@@ -140,5 +144,7 @@ def _sum_tiers(tiers: Sequence[KVTransferStats]) -> KVTransferStats:
     """One tier of all engines."""
     counts = [name for name, value in structs.asdict(tiers[0]).items() if isinstance(value, (int, float))]
     summed = {name: sum(getattr(tier, name) for tier in tiers) for name in counts if name != "block_bytes"}
-    within = [(bounds[0][0], sum(count for _, count in bounds)) for bounds in zip(*(t.loads_within for t in tiers))]
+    within = [
+        (bounds[0][0], sum(count for _, count in bounds)) for bounds in zip(*(t.loads_within for t in tiers))
+    ]
     return structs.replace(tiers[0], loads_within=within, **summed)

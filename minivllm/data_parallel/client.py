@@ -15,8 +15,8 @@ Client = TypeVar("Client")
 
 
 def make_client(args: EngineArgs) -> EngineClient:
-    """Load the model and start the engine cores: one in this process, or in another with args.multiprocess, or several
-    in others. Raises ConfigError or ModelError."""
+    """Load the model and start the engine cores: one in this process, or in another with args.multiprocess,
+    or several in others. Raises ConfigError or ModelError."""
     if args.data_parallel_size == 1:
         return single.make_client(args)
     from minivllm.data_parallel.clients import DataParallelClient
@@ -25,7 +25,8 @@ def make_client(args: EngineArgs) -> EngineClient:
 
 
 def make_async_client(args: EngineArgs) -> AsyncEngineClient:
-    """Start the engine processes for an event loop, and wait until they are ready. Raises ConfigError or ModelError."""
+    """Start the engine processes for an event loop, and wait until they are ready.
+    Raises ConfigError or ModelError."""
     if args.data_parallel_size == 1:
         return single.make_async_client(args)
     from minivllm.data_parallel.clients import AsyncDataParallelClient

@@ -1,6 +1,8 @@
-"""The clients of several engine processes: like those of one, so that a frontend does not know how many there are.
+"""The clients of several engine processes:
+like those of one, so that a frontend does not know how many there are.
 
-An engine that dies costs its own requests. It is started again beside the others, and gets requests when it serves.
+An engine that dies costs its own requests.
+It is started again beside the others, and gets requests when it serves.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from minivllm.config import EngineConfig
-from minivllm.data_parallel.calls import CHANGING, EMPTYING, STARTED_AGAIN, StandingOrders, check_call, combine
+from minivllm.data_parallel.calls import (
+    CHANGING,
+    EMPTYING,
+    STARTED_AGAIN,
+    StandingOrders,
+    check_call,
+    combine,
+)
 from minivllm.data_parallel.policy import RoutingPolicy
 from minivllm.data_parallel.replicas import Connect, Replica
 from minivllm.data_parallel.router import Router
@@ -36,7 +45,9 @@ OnOutputs = Callable[[list[EngineOutput]], Awaitable[None]]
 class AsyncDataParallelClient:
     """An AsyncEngineClient over several engines. connect: starts one more process of the same kind."""
 
-    def __init__(self, connections: Sequence[EngineConnection], connect: Connect, policy: RoutingPolicy) -> None:
+    def __init__(
+        self, connections: Sequence[EngineConnection], connect: Connect, policy: RoutingPolicy
+    ) -> None:
         self._connect = connect
         self._replicas = [
             Replica(index, AsyncProcessClient(connection)) for index, connection in enumerate(connections)
@@ -79,8 +90,8 @@ class AsyncDataParallelClient:
         return [one.client.pid for one in self._replicas]
 
     def start(self, on_outputs: OnOutputs, on_death: DeathListener) -> None:
-        """Begin to receive in the running event loop. on_death is called for every engine that dies, with its requests,
-        and once at the end, also by ``close``."""
+        """Begin to receive in the running event loop. on_death is called for every engine that dies, with its
+        requests, and once at the end, also by ``close``."""
         self._on_outputs, self._on_death = on_outputs, on_death
         for one in self._replicas:
             one.client.start(self._take_in, partial(self._take_death, one, one.client))
@@ -89,10 +100,12 @@ class AsyncDataParallelClient:
         self._router.take_in(outputs)
         await self._on_outputs(outputs)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        """Raises EngineDeadError if no engine is left, EngineLostError if all that are left are starting again."""
+        """Raises EngineDeadError if no engine is left,
+        EngineLostError if all that are left are starting again."""
         while self._router.up:
             index = self._router.add(request)
             try:
@@ -109,12 +122,14 @@ class AsyncDataParallelClient:
             with contextlib.suppress(EngineDeadError):  # then they have ended
                 self._replicas[index].client.abort(owned)
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    # -- calls
+    # ---------------------------------------------------------------------------------------------------
 
     async def call(self, method: str, *args: Any) -> Any:
         """Ask all engines that are up, and make one answer of theirs.
 
-        Raises RequestError or ModelError if one of them does, EngineDeadError or EngineLostError if none is up.
+        Raises RequestError or ModelError if one of them does,
+        EngineDeadError or EngineLostError if none is up.
         """
         if method not in CHANGING:
             return await self._ask_all(method, args)
@@ -135,7 +150,9 @@ class AsyncDataParallelClient:
         results = await asyncio.gather(*sent, return_exceptions=True)
         if method in EMPTYING:
             self._router.forget_prefixes()
-        answers = [(one, result) for one, result in zip(asked, results) if not isinstance(result, BaseException)]
+        answers = [
+            (one, result) for one, result in zip(asked, results) if not isinstance(result, BaseException)
+        ]
         for error in results:
             if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
                 await self._take_back(method, args, [one for one, _ in answers])
@@ -145,10 +162,13 @@ class AsyncDataParallelClient:
         return combine(method, [result for _, result in answers])
 
     async def _take_back(self, method: str, args: tuple[Any, ...], obeyed: Sequence[Replica]) -> None:
-        """Some engines did what others refused: back to one state. Where only a start leads there, they start again."""
+        """Some engines did what others refused: back to one state.
+        Where only a start leads there, they start again."""
         for one in obeyed:
             if method in STARTED_AGAIN:
-                logger.error("Engine %d obeyed %s, which another refused: it starts again.", one.index, method)
+                logger.error(
+                    "Engine %d obeyed %s, which another refused: it starts again.", one.index, method
+                )
                 self._router.engines[one.index].is_up = False
                 one.client.kill()
             elif method == "add_lora" and args[0] not in self._orders.adapters:
@@ -159,7 +179,8 @@ class AsyncDataParallelClient:
         """Ask one engine for something that changes nothing. Raises EngineDeadError while it is down."""
         return await self._replicas[index].client.call(method, *args)
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end
+    # -------------------------------------------------------------------------------------------------
 
     def _take_death(self, one: Replica, client: AsyncProcessClient, error: EngineDeadError) -> None:
         """A process has ended. One that was just starting is seen to by ``_restart``."""
@@ -187,7 +208,9 @@ class AsyncDataParallelClient:
             task = asyncio.get_running_loop().create_task(self._restart(one))
             self._restarts.add(task)
             task.add_done_callback(self._restarts.discard)
-        self._on_death(EngineLostError(f"The engine that worked on this request has died: {error}"), set(lost))
+        self._on_death(
+            EngineLostError(f"The engine that worked on this request has died: {error}"), set(lost)
+        )
 
     def _give_up(self, error: EngineDeadError) -> None:
         """No engine serves, and none will."""
@@ -196,7 +219,8 @@ class AsyncDataParallelClient:
         self._on_death(error)
 
     async def _restart(self, one: Replica) -> None:
-        """Start a dead engine again, however often it takes. It is the end if none is up and none starts again."""
+        """Start a dead engine again, however often it takes.
+        It is the end if none is up and none starts again."""
         await one.client.close()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -276,12 +300,15 @@ def _of_all(config: EngineConfig, num_engines: int) -> EngineConfig:
 
 
 class DataParallelClient(WaitingClient):
-    """An EngineClient over several engines: AsyncDataParallelClient with an event loop of its own, in a thread.
+    """An EngineClient over several engines:
+    AsyncDataParallelClient with an event loop of its own, in a thread.
 
     Requests of an engine that dies end with an error; the others do not notice.
     """
 
-    def __init__(self, connections: Sequence[EngineConnection], connect: Connect, policy: RoutingPolicy) -> None:
+    def __init__(
+        self, connections: Sequence[EngineConnection], connect: Connect, policy: RoutingPolicy
+    ) -> None:
         super().__init__()
         self._client = client = AsyncDataParallelClient(connections, connect, policy)
         self.config, self.model_vocab_size = client.config, client.model_vocab_size
@@ -342,12 +369,19 @@ async def _hand_over(news: SimpleQueue[Any], outputs: list[EngineOutput]) -> Non
     news.put(outputs)
 
 
-def _tell_death(news: SimpleQueue[Any], error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
+def _tell_death(
+    news: SimpleQueue[Any], error: EngineDeadError, request_ids: Collection[str] | None = None
+) -> None:
     if request_ids is None:
         news.put(error)
     else:
         reason = str(error)
-        news.put([EngineOutput(request_id=one, finish_reason=FinishReason.ERROR, error=reason) for one in request_ids])
+        news.put(
+            [
+                EngineOutput(request_id=one, finish_reason=FinishReason.ERROR, error=reason)
+                for one in request_ids
+            ]
+        )
 
 
 def _end(client: AsyncDataParallelClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -1,7 +1,8 @@
 """The work of each engine, and the blocks that its prefix cache should hold.
 
-The frontend sends every request and sees every token, so all of it is counted here and no engine is asked. Counts that
-engines report are late: between two reports a burst of requests would all go to the engine that was idle in the first.
+The frontend sends every request and sees every token, so all of it is counted here and no engine is asked.
+Counts that engines report are late: between two reports a burst of requests would all go to the engine that
+was idle in the first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from minivllm.request import Request
 
 
 class CachedBlocks:
-    """Hashes of the blocks that an engine was sent, the most recently used ones. capacity: blocks of its KV cache."""
+    """Hashes of the blocks that an engine was sent, the most recently used ones.
+    capacity: blocks of its KV cache."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -43,8 +45,9 @@ class EngineLoad:
     """The unfinished requests of one engine, and what of their prompts it need not compute.
 
     index: its number, from 0. block_size: tokens of a hashed block. is_up: it takes requests.
-    num_prompt_tokens: prompt tokens to compute for requests that have no answer yet. num_blocks: blocks of the known
-    tokens of all requests; one that two requests share counts twice, for each of them is attended to.
+    num_prompt_tokens: prompt tokens to compute for requests that have no answer yet. num_blocks: blocks of
+    the known tokens of all requests; one that two requests share counts twice, for each of them is attended
+    to.
     """
 
     def __init__(self, index: int, block_size: int, capacity: int) -> None:
@@ -58,7 +61,9 @@ class EngineLoad:
     def prompt_tokens_left(self, request: Request) -> int:
         """Prompt tokens that this engine would compute for a request. The last one is always computed."""
         most = (request.num_prompt_tokens - 1) // self.block_size
-        return request.num_prompt_tokens - self.block_size * self.cached.num_found(request.block_hashes[:most])
+        return request.num_prompt_tokens - self.block_size * self.cached.num_found(
+            request.block_hashes[:most]
+        )
 
     def add(self, request: Request) -> None:
         """The engine is sent this request."""

@@ -10,8 +10,8 @@ from minivllm.request import Request
 
 
 class RoutingPolicy(ABC):
-    """Chooses an engine for every request. Made once for a frontend, without arguments; called for each request in the
-    order in which they come."""
+    """Chooses an engine for every request. Made once for a frontend, without arguments; called for each
+    request in the order in which they come."""
 
     @abstractmethod
     def choose(self, request: Request, engines: Sequence[EngineLoad]) -> EngineLoad:
@@ -36,16 +36,18 @@ class RoundRobin(RoutingPolicy):
 class PrefixAffinity(RoutingPolicy):
     """The engine that is done with the prompt first, by what it holds of it and by what it has to do besides.
 
-    The score counts in prompt tokens: those to compute, of this request and of all that wait for their first token, and
-    what the unfinished requests cost besides, since each of them, and every block it attends to, makes all steps a
-    little longer. The lowest score wins; equal ones take turns. (The cost of NVIDIA Dynamo's router, in tokens.)
+    The score counts in prompt tokens: those to compute, of this request and of all that wait for their first
+    token, and what the unfinished requests cost besides, since each of them, and every block it attends to,
+    makes all steps a little longer. The lowest score wins; equal ones take turns. (The cost of NVIDIA
+    Dynamo's router, in tokens.)
     """
 
     request_tokens = 64
-    """Prompt tokens that take as long as one more request in the batch does: SmolLM2 on two cores needs 1.7 ms for a
-    prompt token, and 2.3 ms a step for one more request, of which some 50 steps are to come."""
+    """Prompt tokens that take as long as one more request in the batch does: SmolLM2 on two cores needs 1.7
+    ms for a prompt token, and 2.3 ms a step for one more request, of which some 50 steps are to come."""
     block_share = 0.25
-    """Share of a block's tokens that count for attending to it. The cost grows with the context, but slowly."""
+    """Share of a block's tokens that count for attending to it.
+    The cost grows with the context, but slowly."""
 
     def __init__(self) -> None:
         self._last = -1

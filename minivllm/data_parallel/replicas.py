@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 Connect = Callable[[], EngineConnection]
 """Starts an engine process, and does not wait for it."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second try to start a dead engine; twice as long before every later one, up to the longest. The
-first try comes at once."""
+"""Seconds before the second try to start a dead engine; twice as long before every later one, up to the
+longest. The first try comes at once."""
 STABLE_SECONDS = 60.0
 """An engine that has lived so long begins with the first try again."""
 
 
 def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
-    """Start so many engines and wait until all of them serve. If one cannot, none is left, and its error is raised.
+    """Start so many engines and wait until all of them serve.
+    If one cannot, none is left, and its error is raised.
 
     The first one starts alone: what it has to compile is on disk for the others.
     """
@@ -45,8 +46,8 @@ def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
 
 
 def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -> list[EngineConnection]:
-    """Start engines that share experts, which cannot load or warm up without one another. If one cannot, none is left,
-    and its error is raised. connect: starts the one of a seat."""
+    """Start engines that share experts, which cannot load or warm up without one another. If one cannot, none
+    is left, and its error is raised. connect: starts the one of a seat."""
     seats = open_seats(args.data_parallel_size, args.num_workers)
     connections: list[EngineConnection] = []
     try:
@@ -69,8 +70,8 @@ def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -
 
 
 class Replica:
-    """One engine, which may die and start again. client: of the process that runs now, or ran last. does_start: the
-    last try to start it went well."""
+    """One engine, which may die and start again. client: of the process that runs now, or ran last.
+    does_start: the last try to start it went well."""
 
     def __init__(self, index: int, client: AsyncProcessClient) -> None:
         self.index = index

@@ -14,14 +14,22 @@ from minivllm.request import Request
 class Router:
     """The loads of all engines, and the owner of every unfinished request.
 
-    num_tokens: what the KV cache of one engine holds. hashes_blocks: False where the engines have no prefix cache.
+    num_tokens: what the KV cache of one engine holds.
+    hashes_blocks: False where the engines have no prefix cache.
     """
 
     def __init__(
-        self, policy: RoutingPolicy, num_engines: int, block_size: int, num_tokens: int, hashes_blocks: bool = True
+        self,
+        policy: RoutingPolicy,
+        num_engines: int,
+        block_size: int,
+        num_tokens: int,
+        hashes_blocks: bool = True,
     ) -> None:
         self._policy, self._block_size, self._hashes_blocks = policy, block_size, hashes_blocks
-        self.engines = [EngineLoad(index, block_size, num_tokens // block_size) for index in range(num_engines)]
+        self.engines = [
+            EngineLoad(index, block_size, num_tokens // block_size) for index in range(num_engines)
+        ]
         self._owners: dict[str, EngineLoad] = {}
 
     @property
@@ -42,7 +50,8 @@ class Router:
         """The number of the engine that gets the request. At least one must be up."""
         request = Request(engine_request)
         if engine_request.lora is not None:
-            # The engines put a digest of its contents into their hashes. Here it must only tell adapters apart.
+            # The engines put a digest of its contents into their hashes.
+            # Here it must only tell adapters apart.
             request.lora_digest = f"{engine_request.lora.name}\0{engine_request.lora.path}"
         if self._hashes_blocks and not request.skips_prefix_cache:
             extend_block_hashes(request, self._block_size)
@@ -70,7 +79,8 @@ class Router:
         return owned
 
     def lose(self, index: int) -> list[str]:
-        """An engine has died, with what it held: the ids of its unfinished requests, which are unfinished no more."""
+        """An engine has died, with what it held:
+        the ids of its unfinished requests, which are unfinished no more."""
         engine = self.engines[index]
         engine.is_up = False
         lost = list(engine.requests)

@@ -1,6 +1,7 @@
 """Memory shared by host and device: filled with numpy, read by the model at addresses that never change.
 
-On a CPU both sides are the same memory and crossing costs nothing. On another device only what changed crosses.
+On a CPU both sides are the same memory and crossing costs nothing.
+On another device only what changed crosses.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import Tensor
 
 
 def rounded_capacity(size: int) -> int:
-    """The next power of two, at least 2. Capacities are constants of compiled code: rounded ones let code that is kept
-    on disk serve other settings too."""
+    """The next power of two, at least 2. Capacities are constants of compiled code: rounded ones let code
+    that is kept on disk serve other settings too."""
     return max(2, 1 << (size - 1).bit_length())
 
 
@@ -27,12 +28,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class StagingBuffer:
-    """Many small int32 arrays in one pinned host buffer that crosses to the device in a single copy per step."""
+    """Many small int32 arrays in one pinned host buffer that crosses to the device in a single copy per
+    step."""
 
     def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        """fields: name -> shape. Each becomes a numpy view (``host[name]``) and a tensor (``device[name]``)."""
+        """fields: name -> shape. Each becomes a numpy view (``host[name]``) and a tensor
+        (``device[name]``)."""
         sizes = {name: int(np.prod(shape)) for name, shape in fields.items()}
-        # Sixteen elements are one cache line: no two fields share one, and every view is aligned for vector loads.
+        # Sixteen elements are one cache line:
+        # no two fields share one, and every view is aligned for vector loads.
         starts, total = {}, 0
         for name, size in sizes.items():
             starts[name] = total
@@ -86,8 +90,8 @@ class MirroredTable:
             self._changed.append(np.arange(first, first + len(values)))
 
     def put(self, rows: np.ndarray, columns: np.ndarray, values: Tensor) -> None:
-        """Set [rows[i], columns[i]] on the device to values [n] int64, which are there. The host's side is not updated:
-        the caller writes the values to ``host`` when they are known."""
+        """Set [rows[i], columns[i]] on the device to values [n] int64, which are there. The host's side is
+        not updated: the caller writes the values to ``host`` when they are known."""
         if not self._separate:
             self.host[rows, columns] = values.numpy()
             return
@@ -99,7 +103,8 @@ class MirroredTable:
         if not self._changed:
             return
         index = np.concatenate(self._changed)
-        # Read now: where a place was written twice, both entries carry the last value, so their order does not matter.
+        # Read now: where a place was written twice, both entries carry the last value,
+        # so their order does not matter.
         values = self.host.reshape(-1)[index]
         device = self.device.device
         self.device.view(-1).index_copy_(0, to_device(index, device), to_device(values, device))
@@ -107,14 +112,15 @@ class MirroredTable:
 
 
 class ReadBack:
-    """Brings small tensors to the host beside the computation: on a stream of their own, into pinned memory."""
+    """Brings small tensors to the host beside the computation:
+    on a stream of their own, into pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """tensor [n] int, not to be overwritten. The returned function waits until it has arrived, and for nothing that
-        was launched after it."""
+        """tensor [n] int, not to be overwritten.
+        The returned function waits until it has arrived, and for nothing that was launched after it."""
         if self._stream is None:
             return tensor.tolist
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

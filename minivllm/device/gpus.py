@@ -25,14 +25,18 @@ def own_gpu(place: int, num_processes: int) -> dict[str, str]:
 
 
 def check_gpus(num_workers: int, is_one_host: bool) -> None:
-    """Raises ConfigError where so many workers cannot each have a GPU. is_one_host: and one engine starts them all."""
+    """Raises ConfigError where so many workers cannot each have a GPU.
+    is_one_host: and one engine starts them all."""
     if not is_one_host:
         raise ConfigError(
-            f"{num_workers} workers divide a model on the GPUs of one host, started by minivllm itself: leave nnodes, "
-            "distributed_executor_backend and enable_expert_parallel with data_parallel_size out, or use device='cpu'."
+            f"{num_workers} workers divide a model on the GPUs of one host, started by minivllm itself: "
+            "leave nnodes, "
+            "distributed_executor_backend and enable_expert_parallel with data_parallel_size out, or use "
+            "device='cpu'."
         )
     if num_workers > (found := len(visible_gpus())):
         raise ConfigError(
-            f"tensor_parallel_size is {num_workers}, which takes a GPU for each worker, but PyTorch sees {found} here: "
+            f"tensor_parallel_size is {num_workers}, which takes a GPU for each worker, but PyTorch sees "
+            f"{found} here: "
             f"use {found}, or device='cpu'."
         )

@@ -19,7 +19,8 @@ MAX_CPU_CACHE_BYTES = 4 * 2**30
 """Most memory the cache takes on a CPU unless the user sizes it: other programs live there too."""
 HUGE_PAGE_BYTES = 2 * 2**20
 CHUNK_BYTES, LINE_BYTES = 64 * 2**20, 64
-"""Memory for weights is taken in such chunks, in which each tensor begins with a line of the processor's caches."""
+"""Memory for weights is taken in such chunks,
+in which each tensor begins with a line of the processor's caches."""
 
 
 def cache_memory(device: torch.device, utilization: float, profile_step: Callable[[], None]) -> int:
@@ -40,7 +41,8 @@ def cache_memory(device: torch.device, utilization: float, profile_step: Callabl
 
 
 def free_cpu_memory(root: Path = Path("/")) -> int:
-    """Bytes this process could still take without swapping, within its control group's limit where there is one.
+    """Bytes this process could still take without swapping,
+    within its control group's limit where there is one.
 
     root: where ``proc`` and ``sys`` are found.
     """
@@ -71,8 +73,8 @@ def _reclaimable_bytes(statistics: Path) -> int:
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed CPU tensor whose memory the operating system hands out when it is first touched.
 
-    In huge pages where there are any, which made decode attention of 16 requests a tenth faster. They take private
-    memory, which only POSIX systems have.
+    In huge pages where there are any, which made decode attention of 16 requests a tenth faster. They take
+    private memory, which only POSIX systems have.
     """
     memory = _new_memory(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
@@ -91,10 +93,10 @@ def _new_memory(num_bytes: int) -> mmap.mmap:
 class WeightMemory:
     """Copies of weights, one after the other in huge pages.
 
-    A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one lies all
-    the time: in huge pages bfloat16 decode is 6 % faster. To copy a weight there while it is loaded costs nothing, as
-    the pages of the original serve the next one; to move it afterwards takes seconds of a core. A chunk is given back
-    when no tensor lies in it any more.
+    A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one
+    lies all the time: in huge pages bfloat16 decode is 6 % faster. To copy a weight there while it is loaded
+    costs nothing, as the pages of the original serve the next one; to move it afterwards takes seconds of a
+    core. A chunk is given back when no tensor lies in it any more.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,8 @@ class WeightMemory:
         self._lock = threading.Lock()  # models may be loaded by several threads
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same values and Python attributes, contiguous. Of a tensor on another device, or a small one, a clone."""
+        """The same values and Python attributes, contiguous.
+        Of a tensor on another device, or a small one, a clone."""
         if tensor.device.type == "cpu" and tensor.nbytes >= mmap.PAGESIZE:
             copied = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
         else:
@@ -136,6 +139,9 @@ def touched_bytes(tensor: Tensor) -> int:
     pages = (ctypes.c_ubyte * (-(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) - first))()
     with contextlib.suppress(OSError, AttributeError):
         look = ctypes.CDLL(None).mincore
-        if look(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages) == 0:
+        if (
+            look(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages)
+            == 0
+        ):
             return min(sum(page & 1 for page in pages) * mmap.PAGESIZE, tensor.nbytes)
     return tensor.nbytes

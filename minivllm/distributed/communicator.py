@@ -1,7 +1,7 @@
 """What models see of the other workers: sums and pieces of tensors, always in order of rank.
 
-Every communicator adds what it exchanged here, in the same order and with one rounding at the end, so that they all
-give the very same bits, and all ranks go on with the same tensor.
+Every communicator adds what it exchanged here, in the same order and with one rounding at the end, so that
+they all give the very same bits, and all ranks go on with the same tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MOST_TEXT = 2048
 
 
 class Communicator(ABC):
-    """One of ``size`` workers that call the same methods with tensors of the same shapes, in the same order."""
+    """One of ``size`` workers that call the same methods with tensors of the same shapes,
+    in the same order."""
 
     rank: int
     size: int

@@ -1,9 +1,9 @@
 """Tokens on their way to experts of other engines, and back.
 
-The workers of all engines divide the experts. In front of a layer's experts every worker gets the tokens of all
-engines, behind them the sum of what all workers made of its own engine's: all-gather and reduce-scatter. An engine's
-tokens stand in the same order wherever they are, and sums are made in order of rank, so all workers of an engine go on
-with the same bits.
+The workers of all engines divide the experts. In front of a layer's experts every worker gets the tokens of
+all engines, behind them the sum of what all workers made of its own engine's: all-gather and reduce-scatter.
+An engine's tokens stand in the same order wherever they are, and sums are made in order of rank, so all
+workers of an engine go on with the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from minivllm.profiling.spans import span
 
 
 class ExpertGroup:
-    """One worker's end. everyone: connects the workers of all engines, those of an engine one after the other.
-    num_workers: of each engine."""
+    """One worker's end. everyone: connects the workers of all engines,
+    those of an engine one after the other. num_workers: of each engine."""
 
     def __init__(self, everyone: Communicator, num_workers: int) -> None:
         self.everyone, self._num_workers = everyone, num_workers
@@ -50,7 +50,8 @@ class ExpertGroup:
         return slice(start, start + self._counts[engine])
 
     def combine(self, x: Tensor) -> Tensor:
-        """What this worker has for the tokens of all engines -> the sum of what all have for its own engine's."""
+        """What this worker has for the tokens of all engines -> the sum of what all have for its own
+        engine's."""
         with span("exchange"):
             parts = self.everyone.exchange(x.contiguous())
             return add_up([part[self.own] for part in parts])

@@ -13,8 +13,9 @@ from minivllm.distributed.communicator import Communicator
 
 
 class GlooCommunicator(Communicator):
-    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write; None where
-    torchrun has started the ranks, whose processes may have a process group of their own already."""
+    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write;
+    None where torchrun has started the ranks, whose processes may have a process group of their own
+    already."""
 
     def __init__(self, rank: int, size: int, rendezvous: str | None = None) -> None:
         self.rank, self.size = rank, size
@@ -25,7 +26,9 @@ class GlooCommunicator(Communicator):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         elif is_ours:
             dist.init_process_group("gloo")
-        self._membership = _Membership(is_ours, None if rendezvous is not None else dist.new_group(backend="gloo"))
+        self._membership = _Membership(
+            is_ours, None if rendezvous is not None else dist.new_group(backend="gloo")
+        )
         # gloo's threads give tensors back to Python, and a process that ends meanwhile dies of it.
         self._leave = weakref.finalize(self, self._membership.leave)
 

@@ -1,7 +1,8 @@
 """Records from one worker of a host to another, through memory that they share.
 
-The memory is a ring of places. The sender fills one place after the other, the receiver empties them; two eventfds
-count the full and the empty ones, and whoever finds none sleeps. A longer record takes several places.
+The memory is a ring of places. The sender fills one place after the other, the receiver empties them; two
+eventfds count the full and the empty ones, and whoever finds none sleeps. A longer record takes several
+places.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True)
 class StageLinks:
-    """How a worker reaches those of other stages. source, sink: the residual stream, from the stage before and to the
-    next one. tokens: what the last stage samples, to each of the others, or from it."""
+    """How a worker reaches those of other stages. source, sink: the residual stream, from the stage before
+    and to the next one. tokens: what the last stage samples, to each of the others, or from it."""
 
     source: LinkDescriptors | None = None
     sink: LinkDescriptors | None = None

@@ -1,9 +1,10 @@
 """Engines that share experts take every step together: whoever begins one says so, and the others follow.
 
-Every engine counts the steps that it has begun, in memory that all of them see. One whose count is behind another's
-begins a step as well, with its own requests or without any. So an engine that has begun a step waits for nobody who
-does not come, and where nobody has requests, nobody begins one: all sleep, and there is no end of a wave to agree on.
-(vLLM's DPCoordinator counts waves instead, and tells engines when they begin and end.)
+Every engine counts the steps that it has begun, in memory that all of them see. One whose count is behind
+another's begins a step as well, with its own requests or without any. So an engine that has begun a step
+waits for nobody who does not come, and where nobody has requests, nobody begins one: all sleep, and there is
+no end of a wave to agree on. (vLLM's DPCoordinator counts waves instead, and tells engines when they begin
+and end.)
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _LEFT = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSeat:
-    """One of ``size`` engines that share experts, and what it inherits to reach the others. segment: where the workers
-    of all of them exchange tensors, in order of engine and rank. board: memory for counts. bells: of each engine, the
-    eventfd that wakes it."""
+    """One of ``size`` engines that share experts, and what it inherits to reach the others. segment: where
+    the workers of all of them exchange tensors, in order of engine and rank. board: memory for counts. bells:
+    of each engine, the eventfd that wakes it."""
 
     rank: int
     size: int
@@ -48,7 +49,9 @@ def open_seats(size: int, num_workers: int) -> list[EngineSeat]:
     board = os.memfd_create("minivllm-engines", os.MFD_CLOEXEC)
     os.ftruncate(board, mmap.PAGESIZE)
     segment, bells = open_segment(size * num_workers), [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(size)]
-    return [EngineSeat(rank=rank, size=size, segment=segment, board=board, bells=bells) for rank in range(size)]
+    return [
+        EngineSeat(rank=rank, size=size, segment=segment, board=board, bells=bells) for rank in range(size)
+    ]
 
 
 class Lockstep:
@@ -86,8 +89,9 @@ class Lockstep:
         return max(self._begun) > self._begun[self._rank]
 
     def settle(self, take_part: Callable[[], object], for_good: bool = False) -> None:
-        """Wait until all engines have called this as often: then none has a step in flight. take_part: begins a step,
-        since others may need one meanwhile. for_good: this engine begins none afterwards, and is not waited for."""
+        """Wait until all engines have called this as often: then none has a step in flight. take_part: begins
+        a step, since others may need one meanwhile. for_good: this engine begins none afterwards, and is not
+        waited for."""
         border = _LEFT if for_good else self._arrived[self._rank] + 1
         self._arrived[self._rank] = border
         self._ring()
@@ -101,6 +105,7 @@ class Lockstep:
                 self._has_news.wait()
 
     def _ring(self) -> None:
-        """Counts are written in front of this system call and read behind the one that it wakes, on every processor."""
+        """Counts are written in front of this system call and read behind the one that it wakes,
+        on every processor."""
         for bell in self._others:
             os.eventfd_write(bell, 1)

@@ -1,7 +1,8 @@
 """Tensors and records between workers of several hosts, over sockets that are encrypted and ask for a key.
 
-gloo and TCPStore, which torch has for this, let anybody connect and send in plain text. Here every worker listens in
-one place, all others send to it, and whoever waits for one of them keeps what came from the others for later.
+gloo and TCPStore, which torch has for this, let anybody connect and send in plain text. Here every worker
+listens in one place, all others send to it, and whoever waits for one of them keeps what came from the others
+for later.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Mesh:
         while not waiting:
             header, *parts = self._inbox.recv_multipart()
             if len(header) != _HEADER.size or len(parts) != 1:
-                raise RuntimeError(f"A record with {len(parts)} parts and a header of {len(header)} bytes came.")
+                raise RuntimeError(
+                    f"A record with {len(parts)} parts and a header of {len(header)} bytes came."
+                )
             self._waiting[_HEADER.unpack(header)].append(parts[0])
         return waiting.popleft()
 
@@ -94,7 +97,8 @@ class MeshCommunicator(Communicator):
             self._mesh.send(rank, _TENSORS, mine.numpy().data)
         received = {rank: bytearray(self._mesh.receive(rank, _TENSORS)) for rank in others}
         parts = [
-            torch.frombuffer(received[rank], dtype=torch.uint8) if rank in received else mine for rank in self._group
+            torch.frombuffer(received[rank], dtype=torch.uint8) if rank in received else mine
+            for rank in self._group
         ]
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
@@ -103,7 +107,8 @@ class MeshCommunicator(Communicator):
 
 
 def remote_links(mesh: Mesh, size: int, num_workers: int, local: range) -> RemoteLinks:
-    """How a worker reaches those of stages on other nodes. size: workers of a stage. local: the ranks of its node."""
+    """How a worker reaches those of stages on other nodes. size: workers of a stage.
+    local: the ranks of its node."""
     rank, last = mesh.rank, num_workers - size
     source, sink = (
         MeshLink(mesh, peer, _STREAM) if 0 <= peer < num_workers and peer not in local else None

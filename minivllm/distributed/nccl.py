@@ -1,7 +1,7 @@
 """Tensors of the workers on the GPUs of one host, through torch.distributed and its NCCL backend.
 
-What is exchanged never leaves the GPUs, and no worker waits for another one on the host: collectives are launched like
-all other work, so CUDA graphs record them and replay them in their place.
+What is exchanged never leaves the GPUs, and no worker waits for another one on the host: collectives are
+launched like all other work, so CUDA graphs record them and replay them in their place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor
 from minivllm.distributed.communicator import Communicator, add_up
 
 LEAST_DIVIDED_BYTES = 2**18
-"""From this size on, more than two ranks each add a part of a sum: gathering would bring size - 1 whole tensors to
-every rank, and this brings less than two. The size is a guess that no GPU has confirmed."""
+"""From this size on, more than two ranks each add a part of a sum: gathering would bring size - 1 whole
+tensors to every rank, and this brings less than two. The size is a guess that no GPU has confirmed."""
 
 
 class NcclCommunicator(Communicator):
-    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write. device: of
-    this rank. backend: "gloo" does the same on a CPU, for tests."""
+    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write.
+    device: of this rank. backend: "gloo" does the same on a CPU, for tests."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, device: str = "cuda", backend: str = "nccl") -> None:
+    def __init__(
+        self, rank: int, size: int, rendezvous: str, device: str = "cuda", backend: str = "nccl"
+    ) -> None:
         self.rank, self.size = rank, size
         self._device = torch.device(device)
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):

@@ -12,8 +12,9 @@ from minivllm.distributed.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class OtherWorkers:
-    """How a worker reaches others, as far as there are some. communicator: those that divide the same layers with it.
-    stage: which layers these are, if not all. group: the workers of all engines that share experts."""
+    """How a worker reaches others, as far as there are some. communicator: those that divide the same layers
+    with it. stage: which layers these are, if not all. group: the workers of all engines that share
+    experts."""
 
     communicator: Communicator | None = None
     stage: Stage | None = None

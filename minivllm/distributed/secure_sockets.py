@@ -1,7 +1,7 @@
 """Sockets between hosts, encrypted, and open only to those who know the same secret.
 
-The mechanism is CurveZMQ (RFC 26 of ZeroMQ). Both key pairs are made from the secret, so a server knows the one key
-that it lets in, and a client the one server that it talks to. Whoever knows the secret can be either.
+The mechanism is CurveZMQ (RFC 26 of ZeroMQ). Both key pairs are made from the secret, so a server knows the
+one key that it lets in, and a client the one server that it talks to. Whoever knows the secret can be either.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from zmq.utils import z85
 MAX_MESSAGE_BYTES = 2**31 - 1
 """A peer that announces more loses its connection before memory is taken."""
 HEARTBEAT_MILLISECONDS, SILENCE_MILLISECONDS = 1000, 5000
-"""How often the other side is asked for a sign of life, and after how long without one the connection is given up. The
-end of a process is seen at once; this is for hosts and cables. libzmq's own thread answers, however busy the others."""
+"""How often the other side is asked for a sign of life, and after how long without one the connection is
+given up. The end of a process is seen at once; this is for hosts and cables. libzmq's own thread answers,
+however busy the others."""
 _DOMAIN = b"minivllm"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _OK, _REFUSED = (b"200", b"OK"), (b"400", b"unknown key")
@@ -41,7 +42,10 @@ class SecureSockets:
     """Makes sockets of both sides. To be closed when all of them are."""
 
     def __init__(self, secret: bytes) -> None:
-        self._server, self._client = _key_pair(secret, b"minivllm server"), _key_pair(secret, b"minivllm client")
+        self._server, self._client = (
+            _key_pair(secret, b"minivllm server"),
+            _key_pair(secret, b"minivllm client"),
+        )
         self._context = zmq.Context()
         gate = self._context.socket(zmq.REP)
         gate.setsockopt(zmq.LINGER, 0)
@@ -49,7 +53,8 @@ class SecureSockets:
         threading.Thread(target=self._admit, args=(gate,), name="gate", daemon=True).start()
 
     def _admit(self, gate: zmq.Socket[bytes]) -> None:
-        """Answer libzmq's question whether to let in who is at the door (ZAP, RFC 27), until the context ends."""
+        """Answer libzmq's question whether to let in who is at the door (ZAP, RFC 27),
+        until the context ends."""
         try:
             while True:
                 version, request_id, domain, _, _, mechanism, *credentials = gate.recv_multipart()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 Segment = tuple[int, list[list[int]]]
-"""Descriptors that workers inherit: of the memory, and the eventfds by which rank i tells rank j, -1 for i = j."""
+"""Descriptors that workers inherit:
+of the memory, and the eventfds by which rank i tells rank j, -1 for i = j."""
 PLACE_BYTES = 2**20
 """Of one rank; there are two of them. Larger tensors cross in pieces."""
 

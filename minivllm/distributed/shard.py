@@ -18,8 +18,8 @@ class Shard:
     size: int = 1
 
     def own(self, count: int, unit: int = 1, *, last_get_more: bool = False) -> slice:
-        """Its range of ``count`` rows or columns, in whole units but for the last one. What cannot be dealt out evenly
-        goes to the first ranks, or to the last ones."""
+        """Its range of ``count`` rows or columns, in whole units but for the last one. What cannot be dealt
+        out evenly goes to the first ranks, or to the last ones."""
         units, rank = -(-count // unit), self.size - 1 - self.rank if last_get_more else self.rank
         share, extra = divmod(units, self.size)
         start = rank * share + min(rank, extra)

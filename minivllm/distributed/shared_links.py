@@ -9,8 +9,9 @@ from minivllm.distributed.segment import Segment, open_segment, segment_descript
 
 
 class SharedLinks:
-    """A segment for the ranks of each stage, and for each of these ranks links to those that have the same part of
-    other stages. size: workers of a stage. by_file: these find one another in a file, in place of a segment.
+    """A segment for the ranks of each stage, and for each of these ranks links to those that have the same
+    part of other stages. size: workers of a stage. by_file: these find one another in a file, in place of a
+    segment.
     ranks: those of this host, if not all; stages and pairs of ranks that are not all here share nothing."""
 
     def __init__(self, size: int, num_stages: int, by_file: bool = False, ranks: range | None = None) -> None:
@@ -26,7 +27,9 @@ class SharedLinks:
         # Both from a rank whose stage is not the last one: to the next stage, and from the last one.
         self._streams = {rank: open_link() for rank in self._ranks if rank + size in self._ranks}
         self._tokens = {
-            rank: open_link() for rank in self._ranks if rank < self._last and self._last + rank % size in self._ranks
+            rank: open_link()
+            for rank in self._ranks
+            if rank < self._last and self._last + rank % size in self._ranks
         }
 
     def segment(self, rank: int) -> Segment | None:
@@ -51,7 +54,11 @@ class SharedLinks:
         segment, file, links = self.segment(rank), self.rendezvous(rank), self.links(rank)
         within = [] if segment is None else segment_descriptors(segment)
         between = [link for link in (links.source, links.sink, *links.tokens) if link is not None]
-        return [*within, *([] if file is None else [file]), *(descriptor for link in between for descriptor in link)]
+        return [
+            *within,
+            *([] if file is None else [file]),
+            *(descriptor for link in between for descriptor in link),
+        ]
 
     def close(self) -> None:
         """Close all descriptors here; the workers have theirs."""

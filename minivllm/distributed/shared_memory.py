@@ -1,7 +1,8 @@
 """Tensors of the workers on one host, through memory that they share.
 
-Every rank copies its tensor to a place of its own, tells all others, and waits for them. Two sets of places alternate:
-who writes into one set has heard that all have written into the other one, and so have read what was there before.
+Every rank copies its tensor to a place of its own, tells all others, and waits for them. Two sets of places
+alternate: who writes into one set has heard that all have written into the other one, and so have read what
+was there before.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.segment import PLACE_BYTES
 
 SPIN_SECONDS = 300e-6
-"""How long a rank asks for another one before it sleeps: others are mostly as far, and to be woken up takes as long as
-to add small tensors. Ranks that have no core of their own sleep at once."""
+"""How long a rank asks for another one before it sleeps: others are mostly as far, and to be woken up takes
+as long as to add small tensors. Ranks that have no core of their own sleep at once."""
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -35,7 +36,9 @@ class SharedMemoryCommunicator(Communicator):
         self._hear = [(row[rank], select.poll()) for row in events if row[rank] >= 0]
         for event, poll in self._hear:
             poll.register(event, select.POLLIN)
-        self._spin = SPIN_SECONDS if self.size * torch.get_num_threads() <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin = (
+            SPIN_SECONDS if self.size * torch.get_num_threads() <= len(os.sched_getaffinity(0)) else 0.0
+        )
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         mine = x.reshape(-1).view(torch.uint8)

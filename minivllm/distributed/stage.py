@@ -1,7 +1,8 @@
 """Pipeline parallelism: a model cut into stages of consecutive layers, each with its own workers.
 
-What a stage has computed goes to the next one: the residual stream, one tensor for a step. While that computes, this
-one goes on with other requests. (GPipe: Huang et al. 2019; of inference only the forward direction is left.)
+What a stage has computed goes to the next one: the residual stream, one tensor for a step. While that
+computes, this one goes on with other requests. (GPipe: Huang et al. 2019; of inference only the forward
+direction is left.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from minivllm.profiling.spans import span
 
 
 class Records(Protocol):
-    """Records from one worker to another, on this host or not. One side only sends, the other one only receives."""
+    """Records from one worker to another, on this host or not.
+    One side only sends, the other one only receives."""
 
     def send(self, record: bytes | memoryview) -> None: ...
 
@@ -35,11 +37,15 @@ class RemoteLinks:
 
 
 class Stage:
-    """Stage ``number`` of ``size``, counted from 0; of a model in one piece if nothing else is said. links: to others
-    on this host. remote: to those that are not."""
+    """Stage ``number`` of ``size``, counted from 0; of a model in one piece if nothing else is said. links:
+    to others on this host. remote: to those that are not."""
 
     def __init__(
-        self, number: int = 0, size: int = 1, links: StageLinks | None = None, remote: RemoteLinks | None = None
+        self,
+        number: int = 0,
+        size: int = 1,
+        links: StageLinks | None = None,
+        remote: RemoteLinks | None = None,
     ) -> None:
         self.number, self.size = number, size
         links, remote = links or StageLinks(), remote or RemoteLinks()
@@ -47,7 +53,8 @@ class Stage:
         self._sink = remote.sink if links.sink is None else Link(links.sink)
         self.tokens: list[Records] = [*map(Link, links.tokens), *remote.tokens]
         self.num_handed = -self.is_last
-        """How far it has come: 2 for every step handed on, 1 more while it has the next one, or waits for it."""
+        """How far it has come: 2 for every step handed on, 1 more while it has the next one,
+        or waits for it."""
 
     @property
     def is_first(self) -> bool:
@@ -60,7 +67,8 @@ class Stage:
         return self.number == self.size - 1
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor that the stage before has sent; waits for it. Raises RuntimeError if its size is another one."""
+        """The tensor that the stage before has sent; waits for it.
+        Raises RuntimeError if its size is another one."""
         assert self._source is not None
         self.num_handed += 1 + self.is_last
         with span("receive"):
@@ -76,8 +84,8 @@ class Stage:
 
 
 def divide_layers(costs: Sequence[int], size: int) -> list[range]:
-    """Consecutive layers for each of ``size`` stages, at least one, so that the dearest stage costs as little as it
-    can; the earlier ones are filled first."""
+    """Consecutive layers for each of ``size`` stages, at least one, so that the dearest stage costs as little
+    as it can; the earlier ones are filled first."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2

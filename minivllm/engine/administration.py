@@ -1,4 +1,5 @@
-"""What operators ask of an engine core between two steps: adapters, sleep, new weights, profiles, a look inside."""
+"""What operators ask of an engine core between two steps:
+adapters, sleep, new weights, profiles, a look inside."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ class Administration:
         self._weights_path, self._sleep_level = core.config.model_path, 0
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method by name. Raises RequestError for a name that is not known and arguments that do not fit."""
+        """Call a method by name. Raises RequestError for a name that is not known and arguments that do not
+        fit."""
         if method.startswith("_") or method == "call" or method not in vars(Administration):
-            known = ", ".join(sorted(name for name in vars(Administration) if name[0] != "_" and name != "call"))
+            known = ", ".join(
+                sorted(name for name in vars(Administration) if name[0] != "_" and name != "call")
+            )
             raise RequestError(f"{method!r} cannot be called on the engine; known are: {known}.")
         function = getattr(self, method)
         return function(*check_arguments(function, args))
 
-    # -- a look inside -------------------------------------------------------------------------------------------
+    # -- a look inside
+    # -------------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         memory = list(map(resident_bytes, self._core.executor.pids))
@@ -64,7 +69,8 @@ class Administration:
         return self._core.executor.num_recompilations()
 
     def check_integrity(self) -> None:
-        """Check requests, block tables and pool against each other. Raises RuntimeError that says what is wrong."""
+        """Check requests, block tables and pool against each other.
+        Raises RuntimeError that says what is wrong."""
         self._core.scheduler.check_integrity()
 
     def start_profile(self, directory: str) -> None:
@@ -82,14 +88,16 @@ class Administration:
             raise RequestError(f"{method!r} cannot be called on the workers; known are: {known}.")
         return self._core.executor.collective(method, *args)
 
-    # -- adapters ------------------------------------------------------------------------------------------------
+    # -- adapters
+    # ------------------------------------------------------------------------------------------------
 
     def add_lora(self, name: str, path: str) -> None:
         """Have a LoRA adapter in memory before it is needed. Raises RequestError if it cannot be served."""
         self._core.load_adapter(LoRARequest(name, lora_path=path))
 
     def remove_lora(self, name: str) -> bool:
-        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        """Forget an adapter; False if it is not known.
+        Raises RequestError while unfinished requests use it."""
         adapters = self._core.adapters
         return adapters is not None and adapters.remove(name, self._core.adapters_in_use())
 
@@ -98,25 +106,30 @@ class Administration:
         requests = [] if self._core.adapters is None else self._core.adapters.requests()
         return [(request.name, request.path) for request in requests]
 
-    # -- the model as a whole ------------------------------------------------------------------------------------
+    # -- the model as a whole
+    # ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes, also those that a connector keeps in this process; files stay. Returns False, and
-        changes nothing, while requests hold blocks.
+        """Forget cached prefixes, also those that a connector keeps in this process; files stay. Returns
+        False, and changes nothing, while requests hold blocks.
 
-        Steps in flight need not be waited for: what they write for requests that have ended is never found again.
+        Steps in flight need not be waited for:
+        what they write for requests that have ended is never found again.
         """
         if not self._core.has_unfinished_requests():
             self._core.drain_transfers()
         return self._core.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the model: level 1 keeps the weights in host memory, level 2 drops them, to be read again.
+        """Free the memory of the model:
+        level 1 keeps the weights in host memory, level 2 drops them, to be read again.
 
         The KV cache and its prefixes are gone in both. Raises RequestError while requests are unfinished.
         """
         if level not in (1, 2):
-            raise RequestError(f"The sleep level is {level!r}, but must be 1 (weights to the host) or 2 (drop them).")
+            raise RequestError(
+                f"The sleep level is {level!r}, but must be 1 (weights to the host) or 2 (drop them)."
+            )
         self._require_idle("sleep")
         self._core.executor.collective("sleep", level)
         if self._core.encodings is not None:
@@ -124,8 +137,9 @@ class Administration:
         self._core.is_asleep, self._sleep_level = True, level
 
     def wake_up(self) -> None:
-        """Undo sleep; an engine that is awake stays so. Raises ModelError, and goes on sleeping, if the weights cannot
-        be read again, and RequestError if they have changed meanwhile and a connector cannot follow."""
+        """Undo sleep; an engine that is awake stays so. Raises ModelError, and goes on sleeping, if the
+        weights cannot be read again, and RequestError if they have changed meanwhile and a connector cannot
+        follow."""
         if not self._core.is_asleep:
             return
         digest = self._new_fingerprint() if self._sleep_level == 2 else None
@@ -149,11 +163,11 @@ class Administration:
         return self._core.is_asleep
 
     def update_weights(self, directory: str) -> None:
-        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes, those that
-        connectors keep as well; files stay, for engines that have the old weights.
+        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes,
+        those that connectors keep as well; files stay, for engines that have the old weights.
 
-        Raises RequestError while requests are unfinished or with a connector that cannot follow, and ModelError for
-        weights that are not those of this architecture; both change nothing.
+        Raises RequestError while requests are unfinished or with a connector that cannot follow, and
+        ModelError for weights that are not those of this architecture; both change nothing.
         """
         transfer = self._core.config.kv_transfer
         if transfer is not None:
@@ -178,7 +192,8 @@ class Administration:
         if core.has_unfinished_requests():
             stats = self.stats()
             raise RequestError(
-                f"{what} needs an idle engine, but {stats.num_running + stats.num_waiting} requests are unfinished: "
+                f"{what} needs an idle engine, but {stats.num_running + stats.num_waiting} requests are "
+                "unfinished: "
                 "wait for them, or abort them."
             )
         while core.has_work():  # steps in flight, and the workers have not heard yet of all who finished

@@ -1,4 +1,5 @@
-"""Compilation in the background: the engine answers uncompiled, and all workers change over after the same step."""
+"""Compilation in the background:
+the engine answers uncompiled, and all workers change over after the same step."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ REPORT_SECONDS = 20.0
 class BackgroundBuilds:
     """Decides for all workers when they use compiled code.
 
-    How long each worker compiles depends on the clock. Compiled code rounds differently from uncompiled code, and
-    pipeline stages warm up together, so the change happens in all of them at once: at the start if every package is
-    on disk.
+    How long each worker compiles depends on the clock. Compiled code rounds differently from uncompiled code,
+    and pipeline stages warm up together, so the change happens in all of them at once: at the start if every
+    package is on disk.
 
     collective: see Executor.
     """
@@ -36,7 +37,8 @@ class BackgroundBuilds:
             return
         # A warning reaches standard error in a program that has not set up logging.
         logger.warning(
-            "Compiling the model for this machine in the background, %d regions: some minutes, once. Answers come from "
+            "Compiling the model for this machine in the background, %d regions: some minutes, once. Answers "
+            "come from "
             "slower, uncompiled code until then.",
             num_regions - self._num_built_before,
         )
@@ -55,14 +57,17 @@ class BackgroundBuilds:
         elif not is_building:
             self.are_done = True
             logger.warning(
-                "%d of %d regions could not be compiled, so answers stay uncompiled, which is slower. A start that "
+                "%d of %d regions could not be compiled, so answers stay uncompiled, which is slower. A "
+                "start that "
                 "waits for the compiler (--wait-for-compilation, compile_in_background=False) says why.",
                 num_regions - num_built,
                 num_regions,
             )
         elif now >= self._next_report:
             self._next_report = now + REPORT_SECONDS
-            logger.info("%s", progress_line(num_built, num_regions, self._num_built_before, now - self._begun))
+            logger.info(
+                "%s", progress_line(num_built, num_regions, self._num_built_before, now - self._begun)
+            )
 
     def _progress(self) -> tuple[int, int, bool]:
         """(regions that are built, all regions, whether anything is being built), over all workers."""
@@ -71,10 +76,13 @@ class BackgroundBuilds:
 
 
 def progress_line(num_built: int, num_regions: int, num_built_before: int, seconds: float) -> str:
-    """Progress for the log, with an estimate as soon as one build has ended; builds take about equally long."""
+    """Progress for the log, with an estimate as soon as one build has ended;
+    builds take about equally long."""
     line = f"Compiling in the background: {num_built} of {num_regions} regions after {seconds:.0f} s"
     num_new = num_built - num_built_before
     if num_new == 0:
         return f"{line}."
     left = seconds / num_new * (num_regions - num_built)
-    return f"{line}, about {left:.0f} s left." if left < 90 else f"{line}, about {left / 60:.0f} minutes left."
+    return (
+        f"{line}, about {left:.0f} s left." if left < 90 else f"{line}, about {left / 60:.0f} minutes left."
+    )

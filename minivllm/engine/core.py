@@ -1,6 +1,7 @@
 """The engine core: schedule, execute, update.
 
-Everything else is where the parts live and how they are reached; what operators ask of it is in administration.py.
+Everything else is where the parts live and how they are reached;
+what operators ask of it is in administration.py.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ if TYPE_CHECKING:
 class EngineCore:
     """Owns the scheduler and the executor. One thread drives it.
 
-    lockstep: with the engines that it shares experts with. is_asleep: the workers have no memory for requests (see
-    Administration.sleep). adapters: None without LoRA.
+    lockstep: with the engines that it shares experts with. is_asleep: the workers have no memory for requests
+    (see Administration.sleep). adapters: None without LoRA.
 
-    The steps in flight are handed to the workers, their results not consumed yet: one for each stage of a pipeline, and
-    one more with async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are
-    consumed in the order of their schedules, and workers run their steps in order. A request may end while a later step
-    still computes it. Its blocks are free at once. The next owner of such a block gets it in a step after that one, and
-    writes its own keys and values over those that the late step left there. Blocks that a step copies are read before
-    anything in it, or later, writes into them.
+    The steps in flight are handed to the workers, their results not consumed yet: one for each stage of a
+    pipeline, and one more with async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for
+    two reasons: results are consumed in the order of their schedules, and workers run their steps in order. A
+    request may end while a later step still computes it. Its blocks are free at once. The next owner of such
+    a block gets it in a step after that one, and writes its own keys and values over those that the late step
+    left there. Blocks that a step copies are read before anything in it, or later, writes into them.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, lockstep: Lockstep | None = None) -> None:
@@ -71,7 +72,9 @@ class EngineCore:
         self.encodings = None if config.images is None else Encodings(config.images)
         policies = [policy for policy in (admission, self.encodings) if policy is not None]
         transfer = config.kv_transfer
-        self._connector = make_scheduler_side(transfer, executor.kv_groups, executor.block_bytes, config.num_workers)
+        self._connector = make_scheduler_side(
+            transfer, executor.kv_groups, executor.block_bytes, config.num_workers
+        )
         self.scheduler = Scheduler(
             config.scheduler,
             kv_cache,
@@ -97,8 +100,8 @@ class EngineCore:
     def step(self, may_schedule: bool = True) -> list[EngineOutput]:
         """Decide who computes how many tokens, have them computed, and take note of the results.
 
-        With async scheduling the results are those of the step before, while the workers run the one decided on now.
-        may_schedule: False for a step of other engines only, see Lockstep.
+        With async scheduling the results are those of the step before, while the workers run the one decided
+        on now. may_schedule: False for a step of other engines only, see Lockstep.
         """
         outputs: list[EngineOutput] = []
         requests = self.scheduler.requests
@@ -115,7 +118,9 @@ class EngineCore:
                 is_loading = is_loading or (self.encodings is not None and self.encodings.is_missing)
                 self._is_stalled = is_loading and not self._in_flight and not self.structured_output.blocked
                 break
-            self._dispatch(step, self.structured_output.start_masks(step, requests) if self._is_guided() else None)
+            self._dispatch(
+                step, self.structured_output.start_masks(step, requests) if self._is_guided() else None
+            )
         if self.is_behind and len(self._in_flight) < self._max_in_flight:
             self._dispatch(SchedulerOutput())
         if self._in_flight:
@@ -162,14 +167,16 @@ class EngineCore:
         return self.scheduler.update_from_output(step, output)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from any thread, when others make a step necessary: keys and values, or engines."""
+        """Have ``wake`` called, from any thread, when others make a step necessary:
+        keys and values, or engines."""
         if self.config.kv_transfer is not None:
             self.executor.transfers.wake = wake
         if self._lockstep is not None:
             self._lockstep.listen(wake)
 
     def take_transfers(self, may_wait: bool = False) -> None:
-        """Take in what connectors report. may_wait: there is nothing to do before the next report, so wait for it."""
+        """Take in what connectors report.
+        may_wait: there is nothing to do before the next report, so wait for it."""
         if self._connector.is_connected:
             has_reason = self._is_stalled or self.scheduler.loads.num_transfers > 0
             for report in self.executor.transfers.take(may_wait and has_reason):
@@ -177,7 +184,8 @@ class EngineCore:
                 self._is_stalled = False
 
     def drain_transfers(self) -> None:
-        """Wait until nothing is under way. Connectors end every transfer, by a deadline of their own if need be."""
+        """Wait until nothing is under way.
+        Connectors end every transfer, by a deadline of their own if need be."""
         while self.scheduler.loads.num_transfers:
             self.take_transfers(may_wait=True)
 
@@ -194,13 +202,18 @@ class EngineCore:
         self.admit_request(self.make_request(request))
 
     def make_request(self, engine_request: EngineRequest) -> Request:
-        """The scheduler's state of a request, its prompt hashed. Touches nothing else: any thread may call it."""
+        """The scheduler's state of a request, its prompt hashed.
+        Touches nothing else: any thread may call it."""
         request = Request(engine_request)
         detection = request.sampling_params.repetition_detection
         if detection is not None:
             request.stop_conditions.append(RepetitionDetector(detection, request.sampling_params.min_tokens))
         # What an adapter holds is part of the hashes, and known once it is loaded.
-        if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache and engine_request.lora is None:
+        if (
+            self.config.cache.enable_prefix_caching
+            and not request.skips_prefix_cache
+            and engine_request.lora is None
+        ):
             extend_block_hashes(request, self.scheduler.kv_cache_manager.hash_block_size)
         return request
 
@@ -219,7 +232,8 @@ class EngineCore:
             self.encodings.want(request, self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
     def ask_for_pixels(self, ask: Callable[[list[bytes]], None]) -> None:
-        """Have ``ask`` called with the digests of images whose pixels are missing; ``take_pixels`` gets the answers."""
+        """Have ``ask`` called with the digests of images whose pixels are missing;
+        ``take_pixels`` gets the answers."""
         if self.encodings is not None:
             self.encodings.ask = ask
 
@@ -246,16 +260,25 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def has_work(self) -> bool:
-        """True while step() has something to do: also for steps in flight whose results nobody wants any more.
+        """True while step() has something to do:
+        also for steps in flight whose results nobody wants any more.
 
-        Not while everybody waits for keys and values: ``executor.transfers`` wakes whoever waits when they are there.
+        Not while everybody waits for keys and values:
+        ``executor.transfers`` wakes whoever waits when they are there.
         """
-        return (self.scheduler.has_requests() and not self._is_stalled) or bool(self._in_flight) or self.is_behind
+        return (
+            (self.scheduler.has_requests() and not self._is_stalled)
+            or bool(self._in_flight)
+            or self.is_behind
+        )
 
     def load_adapter(self, adapter: LoRARequest) -> str:
-        """Have an adapter in memory; the digest of what it holds. Raises RequestError if it cannot be served."""
+        """Have an adapter in memory; the digest of what it holds.
+        Raises RequestError if it cannot be served."""
         if self.adapters is None:
-            raise RequestError(f"The adapter {adapter.name!r} needs an engine that is started with enable_lora=True.")
+            raise RequestError(
+                f"The adapter {adapter.name!r} needs an engine that is started with enable_lora=True."
+            )
         return self.adapters.add(adapter, self.adapters_in_use())
 
     def adapters_in_use(self) -> set[str]:
@@ -264,7 +287,8 @@ class EngineCore:
         return {lora.name for lora in loras if lora is not None}
 
     def use_fingerprint(self, fingerprint: str) -> None:
-        """The model has other weights: from now on connectors keep their blocks apart from those of the old ones."""
+        """The model has other weights: from now on connectors keep their blocks apart from those of the old
+        ones."""
         transfer = self.config.kv_transfer
         if transfer is not None and transfer.fingerprint != fingerprint:
             self.config = replace(self.config, kv_transfer=replace(transfer, fingerprint=fingerprint))

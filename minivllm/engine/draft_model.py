@@ -29,7 +29,8 @@ def resolve_draft_model(
     if config.eagle_version is not None:
         if not isinstance(target, DecoderConfig):
             raise ConfigError(
-                f"No {config.eagle_version} head guesses for a model that {target.implementation} computes: choose "
+                f"No {config.eagle_version} head guesses for a model that {target.implementation} computes: "
+                "choose "
                 "another method, such as ngram."
             )
         head = read_eagle_config(path, config.eagle_version, target)
@@ -37,16 +38,21 @@ def resolve_draft_model(
             find_tensors(path, head)
         trained_for = head.layer.max_position_embeddings
         if trained_for < max_model_len:
-            logger.info("The head was made for texts of %d tokens: longer ones it may guess worse.", trained_for)
+            logger.info(
+                "The head was made for texts of %d tokens: longer ones it may guess worse.", trained_for
+            )
         return replace(config, model_path=str(path))
     draft = read_model_facts(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"
     own, theirs = stored_tokens(path), stored_tokens(target_path)
     shared, width = own.keys() & theirs.keys(), min(draft.vocab_size, target.vocab_size)
-    is_padded = 0 <= max(shared, default=-1) < width and min(own.keys() ^ theirs.keys(), default=width) >= width
+    is_padded = (
+        0 <= max(shared, default=-1) < width and min(own.keys() ^ theirs.keys(), default=width) >= width
+    )
     if draft.vocab_size != target.vocab_size and not is_padded:
         raise ConfigError(
-            f"The draft model {config.model} has a vocabulary of {draft.vocab_size} tokens, but the model it guesses "
+            f"The draft model {config.model} has a vocabulary of {draft.vocab_size} tokens, but the model it "
+            "guesses "
             f"for has {target.vocab_size}, and no tokenizers show that both mean the same: {advice}."
         )
     if any(own[token_id] != theirs[token_id] for token_id in shared):
@@ -55,14 +61,16 @@ def resolve_draft_model(
         )
     if draft.max_position_embeddings < max_model_len and not draft.can_be_longer:
         raise ConfigError(
-            f"The draft model {config.model} was made for at most {draft.max_position_embeddings} tokens, but "
+            f"The draft model {config.model} was made for at most {draft.max_position_embeddings} tokens, "
+            "but "
             f"max_model_len is {max_model_len}: lower it, or {advice}."
         )
     return replace(config, model_path=str(path))
 
 
 def stored_tokens(path: Path) -> dict[int, str]:
-    """Token id -> token, as the model's files write it; empty where they hold no tokenizer of a kind known here."""
+    """Token id -> token, as the model's files write it;
+    empty where they hold no tokenizer of a kind known here."""
     gguf_path = find_gguf(path)
     if gguf_path is not None:
         with GGUFFile(gguf_path) as file:

@@ -1,4 +1,5 @@
-"""From what the user asked for to what the engine runs with, once. Everything chosen by the engine is logged."""
+"""From what the user asked for to what the engine runs with, once.
+Everything chosen by the engine is logged."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     max_num_seqs = args.max_num_seqs or defaults.max_num_seqs
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len < 2:
-        raise ConfigError(f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens.")
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens."
+        )
     if max_model_len > facts.max_position_embeddings and not facts.can_be_longer:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but {args.model} was made for at most "
@@ -97,14 +100,18 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     speculative = resolve_speculation(args.speculative_config, facts)
     if speculative is not None and speculative.model is not None:
         speculative = resolve_draft_model(speculative, path, facts, max_model_len, args.load_format)
-    transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
+    transfer = (
+        None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
+    )
     needs_fingerprint = transfer is not None and load_connector(transfer).needs_fingerprint(transfer)
     if transfer is not None:
         check_transfer(transfer, args.num_workers, facts)
     check_workers(args, facts, device)
     check_stages(args, facts, device, speculative)
     find_attention(args.attention_backend)
-    load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
+    load_logits_processors(
+        args.logits_processors or ()
+    )  # what is wrong with them is said before the model is loaded
     token_budget = resolve_token_budget(args, defaults, max_num_seqs)
     images, no_images = find_images(
         args,
@@ -198,7 +205,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     )
     if images is not None:
         logger.info(
-            "Images: up to %d in a prompt, of up to %d embeddings; a step encodes up to %d, and %.0f MiB are kept.",
+            "Images: up to %d in a prompt, of up to %d embeddings; a step encodes up to %d, and %.0f MiB are "
+            "kept.",
             images.most_in_prompt,
             images.most_embeds,
             images.max_num_batched_embeds,
@@ -207,7 +215,9 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if config.expert_parallel:
         together = "s, which take every step together" if config.shares_experts else ""
         num_workers, num_engines = args.num_sharing_experts, config.data_parallel_size
-        logger.info("Whole experts are dealt out to %d workers, of %d engine%s.", num_workers, num_engines, together)
+        logger.info(
+            "Whole experts are dealt out to %d workers, of %d engine%s.", num_workers, num_engines, together
+        )
     return config, facts
 
 
@@ -223,7 +233,8 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
     """Raises ConfigError where several engines or workers cannot share or divide this model, or not here."""
     if args.data_parallel_size > 1 and device != "cpu":
         raise ConfigError(
-            f"data_parallel_size is {args.data_parallel_size}, but engines share a machine on a CPU only: use "
+            f"data_parallel_size is {args.data_parallel_size}, but engines share a machine on a CPU only: "
+            "use "
             "device='cpu', or a server for each GPU."
         )
     size = args.tensor_parallel_size
@@ -232,11 +243,15 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
     if device == "cuda":
         check_gpus(size, is_one_host=args.nnodes == 1 and args.executor == "mp" and not args.shares_experts)
     formats = () if facts.quantization is None else facts.quantization.formats
-    rounds_inputs = any(form is not None and form.layout == "int8" and form.rounds_inputs for _, form in formats)
+    rounds_inputs = any(
+        form is not None and form.layout == "int8" and form.rounds_inputs for _, form in formats
+    )
     if size > 1 and rounds_inputs and not (isinstance(facts, DecoderConfig) and agrees_on_scales(facts)):
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, with one "
-            f"scale for all of a token's, on which workers agree only in minivllm's own layers of attention without "
+            f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, "
+            "with one "
+            "scale for all of a token's, on which workers agree only in minivllm's own layers of attention "
+            "without "
             f"gates and a dense MLP: use 1, or the unquantised model with quantization='int8'."
         )
     if isinstance(facts, DecoderConfig):
@@ -252,22 +267,29 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
 def check_stages(
     args: EngineArgs, facts: ModelFacts, device: Device, speculative: SpeculativeConfig | None = None
 ) -> None:
-    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here, or where
-    those of the last stage, which drafts, are not all that it needs for that."""
+    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here,
+    or where those of the last stage, which drafts, are not all that it needs for that."""
     size = args.pipeline_parallel_size
     if size == 1:
         return
     if device != "cpu":
-        raise ConfigError(f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'.")
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'."
+        )
     if facts.num_layers < size:
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every stage needs "
+            f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every "
+            "stage needs "
             f"one: use {facts.num_layers} or less."
         )
-    needed = {"early_exit": "the first layers and the head", "eagle3": "hidden states of layers all over the model"}
+    needed = {
+        "early_exit": "the first layers and the head",
+        "eagle3": "hidden states of layers all over the model",
+    }
     if speculative is not None and speculative.method in needed:
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but {speculative.method} guesses from {needed[speculative.method]}, "
+            f"pipeline_parallel_size is {size}, but {speculative.method} guesses from "
+            f"{needed[speculative.method]}, "
             "which no stage has: choose another method, such as ngram or draft_model."
         )
 
@@ -282,13 +304,15 @@ def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seq
 
 
 def resolve_background(args: EngineArgs, device: str) -> bool:
-    """What compile_in_background means on this device: only a CPU's compiled code is kept on disk, where the engine
-    can find what another process compiled. Left open, it is on where nothing speaks against it."""
+    """What compile_in_background means on this device: only a CPU's compiled code is kept on disk, where the
+    engine can find what another process compiled. Left open, it is on where nothing speaks against it."""
     if device != "cpu" or args.enforce_eager:
         return False
     if args.compile_in_background is not None:
         return args.compile_in_background
-    return args.speculative_config is None and not args.shares_experts and args.executor != "external_launcher"
+    return (
+        args.speculative_config is None and not args.shares_experts and args.executor != "external_launcher"
+    )
 
 
 def resolve_graph_mode(
@@ -296,13 +320,14 @@ def resolve_graph_mode(
 ) -> CudaGraphMode:
     """What cudagraph_mode means on this device. Raises ConfigError.
 
-    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured. Attention
-    over latents stays outside graphs: what it gathers grows with the contexts.
+    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
+    Attention over latents stays outside graphs: what it gathers grows with the contexts.
     """
     if device != "cuda":
         if mode not in (None, "none"):
             raise ConfigError(
-                f"cudagraph_mode is {mode!r}, but graphs need a CUDA device and this engine runs on a {device}."
+                f"cudagraph_mode is {mode!r}, but graphs need a CUDA device and this engine runs on a "
+                f"{device}."
             )
         return "none"
     has_latents = isinstance(facts, DecoderConfig) and any(
@@ -314,7 +339,8 @@ def resolve_graph_mode(
         return "piecewise" if has_latents else "full_and_piecewise"
     if has_latents and mode not in ("none", "piecewise"):
         raise ConfigError(
-            f"cudagraph_mode is {mode!r}, but attention over latents cannot be captured: use 'piecewise' or 'none'."
+            f"cudagraph_mode is {mode!r}, but attention over latents cannot be captured: use 'piecewise' or "
+            "'none'."
         )
     return cast(CudaGraphMode, mode)
 
@@ -322,7 +348,8 @@ def resolve_graph_mode(
 def resolve_async_scheduling(args: EngineArgs, device: Device) -> bool:
     """As asked for; left open, on a GPU, unless drafts need the last token before anything can be scheduled.
 
-    On a CPU it costs what it hides: the model takes all cores, so a scheduler beside it only takes some of them away.
+    On a CPU it costs what it hides:
+    the model takes all cores, so a scheduler beside it only takes some of them away.
     """
     if args.async_scheduling is not None:
         return args.async_scheduling
@@ -339,7 +366,8 @@ def resolve_speculation(values: dict[str, Any] | None, facts: ModelFacts) -> Spe
     config = SpeculativeConfig.from_dict(values)
     if facts.keeps_states:
         raise ConfigError(
-            f"speculative_config asks for drafts, but layers of {facts.architecture} keep a state, which cannot be "
+            f"speculative_config asks for drafts, but layers of {facts.architecture} keep a state, which "
+            "cannot be "
             "taken back from a draft that is rejected: leave it out."
         )
     if config.method != "early_exit":
@@ -354,8 +382,8 @@ def resolve_speculation(values: dict[str, Any] | None, facts: ModelFacts) -> Spe
 
 
 def settings_digest(config: EngineConfig, facts: ModelFacts) -> str:
-    """Digest of all that decides which keys and values known tokens have, but for the model's files, and adapters and
-    salts, which are part of the blocks' hashes."""
+    """Digest of all that decides which keys and values known tokens have, but for the model's files, and
+    adapters and salts, which are part of the blocks' hashes."""
     settings = {
         "facts": facts,
         "implementation": facts.implementation,
@@ -373,14 +401,18 @@ def settings_digest(config: EngineConfig, facts: ModelFacts) -> str:
         # Scaled rotary tables depend on it.
         "max_model_len": config.scheduler.max_model_len,
     }
-    return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in settings.items()).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(f"{name}: {value!r}" for name, value in settings.items()).encode()
+    ).hexdigest()
 
 
 def resolve_device(device: str) -> Device:
     """ "auto" is a GPU if PyTorch sees one. Raises ConfigError for "cuda" without one."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError("device is 'cuda', but PyTorch sees no CUDA device here: use device='cpu' or 'auto'.")
+        raise ConfigError(
+            "device is 'cuda', but PyTorch sees no CUDA device here: use device='cpu' or 'auto'."
+        )
     return "cuda" if device == "cuda" or (device == "auto" and available) else "cpu"
 
 
@@ -397,11 +429,14 @@ def resolve_dtype(dtype: str, saved: str, device: Device) -> tuple[str, str]:
     return "float32", "this CPU has no bfloat16 instructions"
 
 
-def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tuple[int, int]) -> tuple[str, str]:
+def resolve_cache_dtype(
+    asked: str, dtype: str, device: Device, capability: tuple[int, int]
+) -> tuple[str, str]:
     """PyTorch's name for the dtype of the KV cache, and why. dtype: of the weights. capability: of a GPU.
 
-    Attention on a GPU reads blocks of fewer bits than its queries, converting in registers; on a CPU it reads only its
-    own dtype, and takes that of the blocks. Raises ConfigError for what would cost more than it saves.
+    Attention on a GPU reads blocks of fewer bits than its queries, converting in registers; on a CPU it reads
+    only its own dtype, and takes that of the blocks. Raises ConfigError for what would cost more than it
+    saves.
     """
     if asked == "auto":
         return dtype, "that of the weights"
@@ -410,18 +445,22 @@ def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tupl
     if device == "cpu":
         if bits < 16:
             raise ConfigError(
-                f"kv_cache_dtype is {asked!r}, but a CPU cannot attend to blocks of {bits} bits: every step would "
-                "convert all it reads, which takes longer than attention. bfloat16 takes half the memory of float32."
+                f"kv_cache_dtype is {asked!r}, but a CPU cannot attend to blocks of {bits} bits: every step "
+                "would "
+                "convert all it reads, which takes longer than attention. bfloat16 takes half the memory of "
+                "float32."
             )
         return name, "as asked for"
     if name != dtype and bits >= torch.finfo(getattr(torch, dtype)).bits:
         raise ConfigError(
-            f"kv_cache_dtype is {asked!r}, which saves nothing on a GPU against that of the weights, {dtype!r}: "
+            f"kv_cache_dtype is {asked!r}, which saves nothing on a GPU against that of the weights, "
+            f"{dtype!r}: "
             "use 'auto', or fp8_e4m3 or fp8_e5m2 for half the memory."
         )
     if name == "float8_e4m3fn" and capability < FLOAT8_CAPABILITY:
         raise ConfigError(
-            f"kv_cache_dtype is {asked!r}, but this GPU (compute capability {capability[0]}.{capability[1]}) cannot "
+            f"kv_cache_dtype is {asked!r}, but this GPU (compute capability {capability[0]}.{capability[1]}) "
+            "cannot "
             "convert it: use fp8_e5m2, or a GPU of 8.9 or more."
         )
     return name, "as asked for"

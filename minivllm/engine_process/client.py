@@ -1,4 +1,5 @@
-"""How a frontend reaches an engine core: in its process, where a debugger steps from one to the other, or in another.
+"""How a frontend reaches an engine core:
+in its process, where a debugger steps from one to the other, or in another.
 
 Nothing here imports torch before a core is loaded into this very process.
 """
@@ -73,14 +74,17 @@ class InProcessClient(AnswersQuestions):
 
 
 def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineCore, ModelFacts]:
-    """Load the model into this process. seat: among engines that share experts. Raises ConfigError or ModelError."""
+    """Load the model into this process. seat: among engines that share experts.
+    Raises ConfigError or ModelError."""
     if args.node_rank > 0:
         raise ConfigError(
-            f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
+            f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs "
+            "the others."
         )
     if args.executor in CLIENTS:
         raise ConfigError(
-            f"distributed_executor_backend is {args.executor!r}, which is for LLM and generate in the processes that "
+            f"distributed_executor_backend is {args.executor!r}, which is for LLM and generate in the "
+            "processes that "
             "torchrun started: here the engine has a process of its own."
         )
     choose_wait_policy()
@@ -90,7 +94,9 @@ def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineC
         from minivllm.engine.resolve import resolve
         from minivllm.executor.protocol import ExecutorContext
 
-        start = _load(args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor])
+        start = _load(
+            args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor]
+        )
     args = args if args.executor == "uni" else args.for_another_process()
     lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
@@ -137,7 +143,8 @@ def make_client(args: EngineArgs) -> EngineClient:
 
 
 def make_async_client(args: EngineArgs) -> AsyncProcessClient:
-    """Start an engine process for an event loop, and wait until it is ready. Raises ConfigError or ModelError."""
+    """Start an engine process for an event loop, and wait until it is ready.
+    Raises ConfigError or ModelError."""
     from minivllm.engine_process.connection import EngineConnection
     from minivllm.engine_process.process_clients import AsyncProcessClient
 

@@ -1,8 +1,8 @@
 """Starts an engine process, talks to it, learns of its death, and leaves nothing behind.
 
 The frontend binds ROUTER (requests out) and PULL (outputs in) on ``ipc://`` sockets of mode 0600 in a private
-directory; the engine connects DEALER and PUSH. Two pipes watch the ends: each closes by itself when the process that
-holds it ends, even by kill -9.
+directory; the engine connects DEALER and PUSH. Two pipes watch the ends: each closes by itself when the
+process that holds it ends, even by kill -9.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ STACKS_SECONDS = 0.1
 class EngineConnection:
     """One engine process and the sockets to it. Not thread-safe.
 
-    Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
-    command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
-    environment: variables of the process besides those of this one. seat: among engines that share experts. wait:
-    return when the engine serves; otherwise ``wait_until_ready`` must be called before anything else.
+    Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a
+    traceback. command: what to run instead of this package's engine; it gets two file descriptors as further
+    arguments. environment: variables of the process besides those of this one. seat: among engines that share
+    experts. wait: return when the engine serves; otherwise ``wait_until_ready`` must be called before
+    anything else.
     """
 
     ready: frames.Ready
@@ -74,8 +75,8 @@ class EngineConnection:
         self.pull = self._bind(zmq.PULL, frames.OUTPUTS_SOCKET)
         start_read, self._start_write = os.pipe()
         self.life_fd, life_write = os.pipe()
-        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it; this
-        # one hears of it again when it is settled who cleans up.
+        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore
+        # it; this one hears of it again when it is settled who cleans up.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
         try:
             try:
@@ -139,7 +140,8 @@ class EngineConnection:
             raise self.death() from None
 
     def wait_until_ready(self) -> None:
-        """Return when the engine serves. If it cannot start, raise what it raised; nothing is left of it then."""
+        """Return when the engine serves.
+        If it cannot start, raise what it raised; nothing is left of it then."""
         try:
             self.ready = self._receive_ready()
         except BaseException:
@@ -166,7 +168,8 @@ class EngineConnection:
             elif events:
                 raise self.death()
 
-    # -- messages ------------------------------------------------------------------------------------------------
+    # -- messages
+    # ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
         self.send(frames.Add(request))
@@ -190,7 +193,8 @@ class EngineConnection:
             raise self.death() from None
 
     def decode(self, frame: bytes) -> frames.Outputs | frames.Result | frames.Died | WantPixels | None:
-        """A message of the engine. Log lines go to their logger, malformed frames are refused: both give None."""
+        """A message of the engine. Log lines go to their logger, malformed frames are refused:
+        both give None."""
         try:
             message: frames.ToFrontend = self._codec.decode(frame, frames.ToFrontend)
         except frames.MalformedFrame as error:
@@ -201,7 +205,8 @@ class EngineConnection:
             return None
         return message
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end
+    # -------------------------------------------------------------------------------------------------
 
     def died(self, message: frames.Died) -> EngineDeadError:
         """Note that the engine said why it dies; the error for all who wait."""
@@ -221,7 +226,8 @@ class EngineConnection:
         return self.ended(status)
 
     def exit_status(self) -> int | None:
-        """Status of an engine process that is about to end; None if it does not end within FINAL_MESSAGE_SECONDS."""
+        """Status of an engine process that is about to end;
+        None if it does not end within FINAL_MESSAGE_SECONDS."""
         try:
             return self.process.wait(FINAL_MESSAGE_SECONDS)
         except subprocess.TimeoutExpired:

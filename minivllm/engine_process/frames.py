@@ -1,6 +1,7 @@
 """What crosses the sockets between a frontend and an engine process: one typed msgpack message per frame.
 
-Nothing but data is decoded, into the types named here; a frame that is anything else raises ``MalformedFrame``.
+Nothing but data is decoded, into the types named here;
+a frame that is anything else raises ``MalformedFrame``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from minivllm.messages import EngineOutput, EngineRequest
 from minivllm.multimodal.items import PixelTensors
 
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
-"""Names in the private directory: ROUTER and PULL of the frontend; where the engine's faulthandler writes stacks."""
+"""Names in the private directory: ROUTER and PULL of the frontend;
+where the engine's faulthandler writes stacks."""
 
 GRACE_SECONDS = 3.0
 """How long a running step may delay the engine's end once the frontend has gone."""
@@ -29,7 +31,8 @@ class MalformedFrame(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message, through a pipe. directory: of the sockets; identity: on ROUTER; seat: see EngineSeat."""
+    """The first message, through a pipe.
+    directory: of the sockets; identity: on ROUTER; seat: see EngineSeat."""
 
     args: EngineArgs
     directory: str
@@ -91,7 +94,8 @@ ToFrontend = Outputs | Result | Log | Died | WantPixels
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine serves, with these resolved values. Sent once, DEALER to ROUTER, which so learns the way back."""
+    """The engine serves, with these resolved values.
+    Sent once, DEALER to ROUTER, which so learns the way back."""
 
     config: EngineConfig
     model_vocab_size: int
@@ -107,7 +111,8 @@ class Codec:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
     def decode(self, frame: bytes, kind: Any) -> Any:
-        """A message of type ``kind`` (a Struct or a union of tagged ones). Raises MalformedFrame for anything else."""
+        """A message of type ``kind`` (a Struct or a union of tagged ones).
+        Raises MalformedFrame for anything else."""
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.msgpack.Decoder(kind)

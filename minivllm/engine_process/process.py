@@ -1,7 +1,7 @@
 """The engine core in a process of its own: input thread -> queue -> busy loop -> queue -> output thread.
 
-The sockets are read and written, and messages decoded and encoded, by threads that run while the model computes; the
-busy loop itself only takes finished ``Request``s from a queue. (vLLM V1's EngineCoreProc.)
+The sockets are read and written, and messages decoded and encoded, by threads that run while the model
+computes; the busy loop itself only takes finished ``Request``s from a queue. (vLLM V1's EngineCoreProc.)
 
 Started by ``minivllm.engine_process.connection``; ``main`` is what runs in the child.
 """
@@ -59,7 +59,8 @@ class EngineProcess:
         self._dealer.setsockopt(zmq.IDENTITY, start.identity)
         self._push = self._context.socket(zmq.PUSH)
         for socket, name in ((self._dealer, frames.REQUESTS_SOCKET), (self._push, frames.OUTPUTS_SOCKET)):
-            # Requests are bounded by the frontend's admission, outputs by the requests: nothing may be dropped here.
+            # Requests are bounded by the frontend's admission, outputs by the requests:
+            # nothing may be dropped here.
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(f"ipc://{start.directory}/{name}")
@@ -109,7 +110,8 @@ class EngineProcess:
         # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
         self._core.ask_for_pixels(lambda digests: self._outputs.put(WantPixels(digests)))
         self._core.listen(lambda: self._inputs.put(frames.Abort([])))
-        # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
+        # What exists now lives as long as the process.
+        # Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()
         ready = frames.Ready(
@@ -120,10 +122,12 @@ class EngineProcess:
         )
         self._dealer.send(frames.Codec().encode(ready))
 
-    # -- busy loop -----------------------------------------------------------------------------------------------
+    # -- busy loop
+    # -----------------------------------------------------------------------------------------------
 
     def _run_busy_loop(self, core: EngineCore) -> None:
-        """Until the frontend has gone: take in what came, then run a step. Waits only while there is nothing to do."""
+        """Until the frontend has gone: take in what came, then run a step.
+        Waits only while there is nothing to do."""
         while self._take_in(core):
             if not self._paused or core.is_behind:
                 outputs = core.step(may_schedule=not self._paused)
@@ -181,10 +185,12 @@ class EngineProcess:
             return None
         return Administration(core).call(call.method, call.args)
 
-    # -- threads -------------------------------------------------------------------------------------------------
+    # -- threads
+    # -------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Input thread: frames become requests, tokens and block hashes and all, before the loop sees them."""
+        """Input thread: frames become requests, tokens and block hashes and all,
+        before the loop sees them."""
         codec = frames.Codec()
         while True:
             try:
@@ -219,7 +225,9 @@ class EngineProcess:
         return None
 
     def _refuse(self, request_id: str, reason: str) -> None:
-        output = EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=printable(reason))
+        output = EngineOutput(
+            request_id=request_id, finish_reason=FinishReason.ERROR, error=printable(reason)
+        )
         self._outputs.put(frames.Outputs([output]))
 
     def _send_outputs(self) -> None:
@@ -258,9 +266,9 @@ def _log_to(outputs: SimpleQueue[frames.ToFrontend | None], level: int) -> Itera
 def main() -> None:
     """``python -m minivllm.engine_process.process START LIFE``: two inherited file descriptors.
 
-    START: a pipe with the length and the bytes of a ``frames.Start``, which the frontend then holds open: its end means
-    that the frontend has gone, however it went. LIFE: a pipe that only this process holds open, so that the frontend
-    learns in the same way.
+    START: a pipe with the length and the bytes of a ``frames.Start``, which the frontend then holds open: its
+    end means that the frontend has gone, however it went. LIFE: a pipe that only this process holds open, so
+    that the frontend learns in the same way.
     """
     start_fd, life_fd = (int(argument) for argument in sys.argv[1:3])
     for fd in (start_fd, life_fd):

@@ -1,7 +1,8 @@
-"""The clients of an engine process: the synchronous one of ``LLM(..., multiprocess=True)``, and that of ``AsyncLLM``.
+"""The clients of an engine process:
+the synchronous one of ``LLM(..., multiprocess=True)``, and that of ``AsyncLLM``.
 
-Silence is counted in ticks and not by the clock, so that an event loop which was blocked, or a machine which slept,
-does not take itself for a hung engine.
+Silence is counted in ticks and not by the clock, so that an event loop which was blocked, or a machine which
+slept, does not take itself for a hung engine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _Client(AnswersQuestions):
 
 
 class WaitingClient(ABC):
-    """What clients have in common whose callers wait for outputs: requests that are not finished, and typed calls."""
+    """What clients have in common whose callers wait for outputs:
+    requests that are not finished, and typed calls."""
 
     def __init__(self) -> None:
         self._unfinished: set[str] = set()
@@ -51,7 +53,9 @@ class WaitingClient(ABC):
         return bool(self._unfinished)
 
     def _note_finished(self, outputs: list[EngineOutput]) -> None:
-        self._unfinished.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+        self._unfinished.difference_update(
+            output.request_id for output in outputs if output.finish_reason is not None
+        )
 
     def stats(self) -> SchedulerStats:
         return msgspec.convert(self.call("stats"), SchedulerStats)
@@ -61,7 +65,8 @@ class WaitingClient(ABC):
 
 
 class ProcessClient(_Client, WaitingClient):
-    """Like InProcessClient, for a core that steps by itself. Every method raises EngineDeadError once it is dead."""
+    """Like InProcessClient, for a core that steps by itself.
+    Every method raises EngineDeadError once it is dead."""
 
     def __init__(self, connection: EngineConnection) -> None:
         _Client.__init__(self, connection)

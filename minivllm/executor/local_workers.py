@@ -35,11 +35,12 @@ WORKER_COMMAND = python_module("minivllm.executor.worker_process")
 
 
 class LocalWorkers:
-    """The processes of this host's ranks, the ring that all of them read, and a channel to each, in order of rank.
+    """The processes of this host's ranks, the ring that all of them read, and a channel to each,
+    in order of rank.
 
-    received: the type of what comes from them. network: how they reach other nodes, if there are some. more_readers: of
-    the ring, besides the workers. seat: of this engine among those that share experts. Raises EngineDeadError if a
-    worker ends before it is told what to do.
+    received: the type of what comes from them. network: how they reach other nodes, if there are some.
+    more_readers: of the ring, besides the workers. seat: of this engine among those that share experts.
+    Raises EngineDeadError if a worker ends before it is told what to do.
     """
 
     def __init__(
@@ -123,10 +124,11 @@ def start_process(
     arguments: Sequence[int] = (),
     more_descriptors: Sequence[int] = (),
 ) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start a process that begins with ``worker_process.begin``, and a channel to it, whose end is its life line.
+    """Start a process that begins with ``worker_process.begin``, and a channel to it,
+    whose end is its life line.
 
-    Its arguments are its end of the channel, descriptors that it inherits, and other numbers. received: the type of
-    what comes from it. more_descriptors: are inherited, too.
+    Its arguments are its end of the channel, descriptors that it inherits, and other numbers. received: the
+    type of what comes from it. more_descriptors: are inherited, too.
     """
     own, theirs = socket.socketpair()
     channel = Channel(own, received)

@@ -1,7 +1,8 @@
-"""Workers in processes of their own, which all read one broadcast ring: the engine core writes each step once.
+"""Workers in processes of their own, which all read one broadcast ring:
+the engine core writes each step once.
 
-What lives is held by ``WorkerGroup``. A thread of its own listens to the workers, and learns of their ends: the first
-death ends the group, and whoever waits for it, now or later, gets the reason.
+What lives is held by ``WorkerGroup``. A thread of its own listens to the workers, and learns of their ends:
+the first death ends the group, and whoever waits for it, now or later, gets the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 3.0
 """How long workers may take to end by themselves."""
 EXIT_SECONDS = 0.3
-"""How long to wait for the status of a worker whose socket has closed, and for those that seem to hang to say where."""
+"""How long to wait for the status of a worker whose socket has closed,
+and for those that seem to hang to say where."""
 HANGING_SHARE = 0.75
 """Of heartbeat_timeout: a hanging worker is named before the frontend takes the whole engine for hung."""
 
@@ -89,7 +91,8 @@ class OtherNodes(Protocol):
     def processes(self) -> Sequence[WorkerHandle]: ...
 
     def start(self, ring: RingWriter, reader: int) -> None:
-        """Have them started, and all records brought to them. reader: whose places in the ring are free for that."""
+        """Have them started, and all records brought to them.
+        reader: whose places in the ring are free for that."""
 
     def close(self) -> None:
         """Release what leads to them. The last call."""
@@ -99,8 +102,8 @@ Heard = Output | Answer | Report | Log | Whereabouts | Sampled | Listening
 
 
 class WorkerGroup:
-    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are. seat:
-    of the engine among those that share experts."""
+    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them
+    are. seat: of the engine among those that share experts."""
 
     def __init__(
         self,
@@ -142,7 +145,8 @@ class WorkerGroup:
             nodes.start(self._ring, len(self.local.ranks))
         self._listener.start()
 
-    # -- what the executor does ----------------------------------------------------------------------------------
+    # -- what the executor does
+    # ----------------------------------------------------------------------------------
 
     def step(self, record: Step) -> Future[ModelRunnerOutput]:
         """Have all workers run a step. Raises EngineDeadError."""
@@ -175,7 +179,8 @@ class WorkerGroup:
             raise
 
     def wait_for(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """The output of a step. Raises EngineDeadError, also if the step takes so long that a worker must hang."""
+        """The output of a step. Raises EngineDeadError,
+        also if the step takes so long that a worker must hang."""
         try:
             return future.result(self._patience)
         except TimeoutError:
@@ -196,7 +201,11 @@ class WorkerGroup:
         self._hung_error = EngineDeadError(
             f"The {self._names[rank]} hangs: its step has taken {self._patience:g} s, and it was killed; "
             f"heartbeat_timeout sets how long a step may take. "
-            + (f"It was here:\n{found[rank].stack.rstrip()}" if rank in found else "It could not say where it was.")
+            + (
+                f"It was here:\n{found[rank].stack.rstrip()}"
+                if rank in found
+                else "It could not say where it was."
+            )
         )
         self._processes[rank].kill()
 
@@ -209,7 +218,8 @@ class WorkerGroup:
         if self.dead_error is not None:
             raise self.dead_error
 
-    # -- listening -----------------------------------------------------------------------------------------------
+    # -- listening
+    # -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Until one worker ends, or samples what others do not: take in what all of them say."""
@@ -308,7 +318,9 @@ class WorkerGroup:
         self._is_closing = True
         if self.dead_error is None:
             try:
-                self._ring.write(msgspec.msgpack.encode(Stop()), [channel.fileno() for channel in self._channels])
+                self._ring.write(
+                    msgspec.msgpack.encode(Stop()), [channel.fileno() for channel in self._channels]
+                )
                 deadline = time.monotonic() + GRACE_SECONDS
                 for process in self._processes:
                     process.wait(max(0.0, deadline - time.monotonic()))
@@ -336,8 +348,8 @@ class _PendingStep(NamedTuple):
 class MultiprocExecutor:
     """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
 
-    nodes: where those of other hosts are. seat: of the engine among those that share experts. Raises what a worker
-    raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
+    nodes: where those of other hosts are. seat: of the engine among those that share experts. Raises what a
+    worker raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
 
     def __init__(
@@ -390,7 +402,8 @@ class MultiprocExecutor:
 
 
 def results_of(method: str, answers: Sequence[Answer]) -> list[Any]:
-    """What the workers' method returned, in the types that it is annotated with. Raises what one of them raised."""
+    """What the workers' method returned, in the types that it is annotated with.
+    Raises what one of them raised."""
     function: Any = inspect.getattr_static(Worker, method)
     function = function.fget if isinstance(function, property) else function
     annotation = inspect.signature(function, eval_str=True).return_annotation

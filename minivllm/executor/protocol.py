@@ -68,15 +68,16 @@ class Executor(Protocol):
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingOutput:
-        """Run one step on all workers; the output is that of the last one. Steps run in the order of these calls, also
-        if the next one comes before the last one's result was asked for.
+        """Run one step on all workers; the output is that of the last one. Steps run in the order of these
+        calls, also if the next one comes before the last one's result was asked for.
 
-        token_masks: waits for the masks of the step, which are computed while the model runs; called before sampling.
+        token_masks: waits for the masks of the step, which are computed while the model runs;
+        called before sampling.
         """
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker, after the steps that were given to them; the results in order of rank. Raises
-        RequestError if args do not fit."""
+        """Call a method of every worker, after the steps that were given to them; the results in order of
+        rank. Raises RequestError if args do not fit."""
 
     def num_recompilations(self) -> int:
         """Regions that were compiled after warm-up."""
@@ -113,8 +114,8 @@ ENGINE_METHODS = WORKER_METHODS | {
 
 
 def call_method(worker: Any, method: str, args: Sequence[Any]) -> Any:
-    """The result of a method of the worker, or the value of a property. Raises RequestError if ENGINE_METHODS does not
-    name it or the arguments do not fit."""
+    """The result of a method of the worker, or the value of a property. Raises RequestError if ENGINE_METHODS
+    does not name it or the arguments do not fit."""
     if method not in ENGINE_METHODS:
         raise RequestError(f"{method!r} is no method of a worker that may be called.")
     found = getattr(worker, method)
@@ -122,8 +123,8 @@ def call_method(worker: Any, method: str, args: Sequence[Any]) -> Any:
 
 
 def start_workers(collective: Callable[..., list[Any]]) -> tuple[list[GroupSpec], list[int]]:
-    """Load, size and warm up all workers; all get the smallest cache of any. The KV groups of the first one, and
-    ``Executor.block_bytes``. collective: the executor's. Raises what a worker raises."""
+    """Load, size and warm up all workers; all get the smallest cache of any. The KV groups of the first one,
+    and ``Executor.block_bytes``. collective: the executor's. Raises what a worker raises."""
     collective("load_model")
     sized: list[list[GroupSpec]] = collective("size_cache")
     counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
@@ -133,11 +134,15 @@ def start_workers(collective: Callable[..., list[Any]]) -> tuple[list[GroupSpec]
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """The arguments, plain values turned into the annotated types. Raises RequestError that says what does not fit."""
+    """The arguments, plain values turned into the annotated types.
+    Raises RequestError that says what does not fit."""
     name, signature = function.__name__, inspect.signature(function, eval_str=True)
     try:
         bound = signature.bind(*args)
-        return [msgspec.convert(value, signature.parameters[key].annotation) for key, value in bound.arguments.items()]
+        return [
+            msgspec.convert(value, signature.parameters[key].annotation)
+            for key, value in bound.arguments.items()
+        ]
     except (TypeError, msgspec.ValidationError) as error:
         parameters = signature.replace(return_annotation=inspect.Signature.empty)
         raise RequestError(f"{name} cannot be called so: {error}. Its parameters are {parameters}.") from None

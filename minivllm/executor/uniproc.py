@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 class UniProcExecutor:
     """Loads, sizes and warms up one worker.
 
-    A GPU computes beside the host anyway: launching a step does not wait for it. On a CPU a step runs beside the engine
-    core only in a thread, which async scheduling gives to the worker: everything that touches the worker then happens
-    there, in order.
+    A GPU computes beside the host anyway: launching a step does not wait for it. On a CPU a step runs beside
+    the engine core only in a thread, which async scheduling gives to the worker: everything that touches the
+    worker then happens there, in order.
     """
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, seat: EngineSeat | None = None) -> None:

@@ -1,4 +1,5 @@
-"""One worker in a process of its own: reads records from the ring, runs them in order, answers through its socket."""
+"""One worker in a process of its own:
+reads records from the ring, runs them in order, answers through its socket."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class WorkerProcess:
         config = start.config
         if config.family is not None:
             load_family(config.family)
-        facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
+        facts = read_model_facts(
+            config.model_path, config.load_format, config.hf_overrides, config.model_impl
+        )
         size = config.tensor_parallel_size
         number, rank = divmod(start.rank, size)
         if start.segment is not None:
@@ -129,7 +132,9 @@ class WorkerProcess:
         """Of the main thread. From any other one."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         num_exchanges = 0 if self._communicator is None else self._communicator.num_exchanges
-        return Whereabouts(num_exchanges, printable("".join(traceback.format_stack(frame))), self._stage.num_handed)
+        return Whereabouts(
+            num_exchanges, printable("".join(traceback.format_stack(frame))), self._stage.num_handed
+        )
 
     def _serve(self, worker: Worker) -> None:
         # On a CPU launching is computing: a result is there before the next record is looked at.

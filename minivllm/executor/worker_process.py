@@ -1,7 +1,8 @@
-"""What runs in the process of a worker: it ends with the engine from its first moment on, and then imports the rest.
+"""What runs in the process of a worker:
+it ends with the engine from its first moment on, and then imports the rest.
 
-Started by ``minivllm.executor.multiproc``. The socket is the life line: its end tells the worker that the engine has
-gone, and the engine that the worker has, however they went.
+Started by ``minivllm.executor.multiproc``. The socket is the life line: its end tells the worker that the
+engine has gone, and the engine that the worker has, however they went.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def end_with(descriptor: int) -> None:
 
 
 def begin(descriptor: int, *inherited: int) -> None:
-    """What a process does first that ``start_process`` has started. descriptor: of its life line. inherited: others,
-    which its own children must not have."""
+    """What a process does first that ``start_process`` has started. descriptor: of its life line. inherited:
+    others, which its own children must not have."""
     for one in (descriptor, *inherited):
         os.set_inheritable(one, False)
         close_in_children(one)
@@ -41,8 +42,8 @@ def begin(descriptor: int, *inherited: int) -> None:
 
 
 def main() -> None:
-    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED READER READERS``: four inherited
-    descriptors, and the worker's place at the ring."""
+    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED READER READERS``: four
+    inherited descriptors, and the worker's place at the ring."""
     descriptor, memory, arrived, freed, reader, readers = (int(argument) for argument in sys.argv[1:7])
     begin(descriptor, memory, arrived, freed)
     # Importing torch takes seconds.

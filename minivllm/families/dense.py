@@ -1,4 +1,5 @@
-"""The description that most dense families share: one kind of layer, with a gated MLP, and windows in some layers."""
+"""The description that most dense families share:
+one kind of layer, with a gated MLP, and windows in some layers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Description:
         def changed(mixer: SelfAttentionSpec) -> SelfAttentionSpec:
             return replace(mixer, attend=mixer.attend._replace(scale=scale, soft_cap=soft_cap))
 
-        return replace(self, layers=tuple(replace(layer, mixer=changed(layer.attention)) for layer in self.layers))
+        return replace(
+            self, layers=tuple(replace(layer, mixer=changed(layer.attention)) for layer in self.layers)
+        )
 
 
 def no_windows(entries: Entries) -> Sequence[int | None]:
@@ -65,8 +68,9 @@ def dense(
 ) -> Description:
     """A model of equal layers, but for windows and for rotary tables.
 
-    activation: name of the entry. qkv_bias, o_bias: when the attention projections carry a bias. reads_mlp_bias:
-    whether ``mlp_bias`` is looked at. Raises ModelError naming file, field and value where an entry cannot be used.
+    activation: name of the entry. qkv_bias, o_bias: when the attention projections carry a bias.
+    reads_mlp_bias: whether ``mlp_bias`` is looked at. Raises ModelError naming file, field and value where an
+    entry cannot be used.
     """
     heads, kv_heads, head_dim = entries.heads()
     eps = entries.norm_eps

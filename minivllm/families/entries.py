@@ -1,4 +1,5 @@
-"""Checked access to a configuration's entries: what is there is used or refused in a sentence, never guessed."""
+"""Checked access to a configuration's entries:
+what is there is used or refused in a sentence, never guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ BiasRule = Literal["never", "always", "attention_bias"]
 class Entries:
     """An entry, else the family's default, else a sentence. source: the file to name in it."""
 
-    def __init__(self, entries: Mapping[str, Any], defaults: Mapping[str, Any], source: str, prefix: str = "") -> None:
+    def __init__(
+        self, entries: Mapping[str, Any], defaults: Mapping[str, Any], source: str, prefix: str = ""
+    ) -> None:
         self.entries = entries
         self.defaults = defaults
         self.source = source
@@ -99,7 +102,9 @@ class Entries:
         head_dim = self.optional_whole("head_dim", 1, MAX_HEAD_DIM)
         if head_dim is None:
             if hidden_size % heads:
-                raise self.refuse("hidden_size", hidden_size, f"must be a multiple of num_attention_heads {heads}")
+                raise self.refuse(
+                    "hidden_size", hidden_size, f"must be a multiple of num_attention_heads {heads}"
+                )
             head_dim = hidden_size // heads
         return heads, kv_heads, head_dim
 
@@ -112,7 +117,9 @@ class Entries:
     def bias(self, rule: BiasRule) -> bool:
         return rule == "always" or (rule == "attention_bias" and self.flag("attention_bias"))
 
-    def layer_types(self, allowed: Sequence[str] = ("full_attention", "sliding_attention")) -> list[str] | None:
+    def layer_types(
+        self, allowed: Sequence[str] = ("full_attention", "sliding_attention")
+    ) -> list[str] | None:
         """The kind of each layer, if they are listed."""
         listed, count = self.entries.get("layer_types"), self.num_layers
         if listed is None:
@@ -125,7 +132,9 @@ class Entries:
     def windows_by_type(self, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
         """The window in layers of sliding attention, None in the others."""
         if window is None and "sliding_attention" in types:
-            raise self.refuse("layer_types", types, "sliding_attention needs sliding_window, which is not set")
+            raise self.refuse(
+                "layer_types", types, "sliding_attention needs sliding_window, which is not set"
+            )
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -1,4 +1,5 @@
-"""What families with experts have in common: how many there are, how they are chosen, and which layers have them."""
+"""What families with experts have in common:
+how many there are, how they are chosen, and which layers have them."""
 
 from __future__ import annotations
 
@@ -32,17 +33,24 @@ def experts_of(entries: Entries) -> tuple[int, int]:
 
 
 def with_experts(entries: Entries, experts: ExpertRule, **options: Any) -> Description:
-    """A dense model (with ``options`` of ``dense``) some of whose layers have experts in place of their MLP."""
+    """A dense model (with ``options`` of ``dense``) some of whose layers have experts in place of their
+    MLP."""
     plain = dense(entries, **options)
     if entries.num_layers * experts_of(entries)[0] > MAX_EXPERTS_IN_ALL:
-        rule = f"must make at most {MAX_EXPERTS_IN_ALL} experts together with {experts_of(entries)[0]} in each layer"
+        rule = (
+            f"must make at most {MAX_EXPERTS_IN_ALL} experts together with {experts_of(entries)[0]} in each "
+            "layer"
+        )
         raise entries.refuse("num_hidden_layers", entries.num_layers, rule)
     mlps = [experts(entries, index) or layer.mlp for index, layer in enumerate(plain.layers)]
-    return replace(plain, layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(plain.layers, mlps, strict=True)))
+    return replace(
+        plain, layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(plain.layers, mlps, strict=True))
+    )
 
 
 def sigmoid_routing(entries: Entries, num_experts: int, top_k: int) -> Routing:
-    """DeepSeek-V3's: sigmoids, corrected when experts are chosen, in the best ``topk_group`` of ``n_group`` groups.
+    """DeepSeek-V3's: sigmoids, corrected when experts are chosen,
+    in the best ``topk_group`` of ``n_group`` groups.
 
     Raises ModelError where the groups do not hold as many experts as a token needs.
     """
@@ -61,8 +69,8 @@ def sigmoid_routing(entries: Entries, num_experts: int, top_k: int) -> Routing:
 
 
 def groups_of(entries: Entries, num_experts: int, top_k: int, group_best: int) -> tuple[int, int]:
-    """(groups, those that a token may choose from). group_best: experts by which a group is judged. Raises ModelError
-    where the groups do not hold as many experts as a token needs."""
+    """(groups, those that a token may choose from). group_best: experts by which a group is judged. Raises
+    ModelError where the groups do not hold as many experts as a token needs."""
     groups, kept = entries.whole("n_group", 1, num_experts), entries.whole("topk_group", 1, num_experts)
     if num_experts % groups or (groups > 1 and num_experts // groups < group_best):
         rule = f"must divide the {num_experts} experts into groups of at least {group_best}"
@@ -86,7 +94,8 @@ def shared_mlp(entries: Entries, inner: int) -> MlpSpec:
 
 
 def is_sparse(entries: Entries, layer: int) -> bool:
-    """Qwen's rule: every decoder_sparse_step-th layer has experts, but for those listed in mlp_only_layers."""
+    """Qwen's rule: every decoder_sparse_step-th layer has experts,
+    but for those listed in mlp_only_layers."""
     listed = entries.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
         raise entries.refuse("mlp_only_layers", listed, "must list numbers of layers")

@@ -51,7 +51,12 @@ TEXT_PREFIXES: Mapping[str, str] = MappingProxyType(
         "language_model.lm_head.": "lm_head.",
     }
 )
-IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+IMAGE_PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 """Names of a checkpoint that also sees images: where its language model lies, and what else is there."""
 
 
@@ -76,27 +81,29 @@ class Family:
     architecture, model_type: the family's names in config.json. gguf_architecture: its name in GGUF files.
     defaults: what an entry that config.json leaves out stands for (the values transformers assumes).
     describe: the entries, checked -> the layers and what else is true of the model.
-    windowed: architecture that GGUF files of this one mean if they name a window. with_experts: the one that they mean
-    if they count experts. has_windows: some layers may attend
-    within a sliding window; their size is then an entry, also of GGUF files. gguf_permutes_rotary: GGUF files store the
-    q and k rows of this family interleaved (see ``gguf_file``). rewrite_config: config.json's entries -> the same under
-    the names and in the values that ``describe`` understands. renamed: module in the checkpoint -> its name in the
-    decoder, where they differ.
+    windowed: architecture that GGUF files of this one mean if they name a window. with_experts: the one that
+    they mean if they count experts. has_windows: some layers may attend
+    within a sliding window; their size is then an entry, also of GGUF files. gguf_permutes_rotary: GGUF files
+    store the q and k rows of this family interleaved (see ``gguf_file``). rewrite_config: config.json's
+    entries -> the same under the names and in the values that ``describe`` understands. renamed: module in
+    the checkpoint -> its name in the decoder, where they differ.
     fused: module in the checkpoint -> the decoder's modules whose rows it holds, one below the other.
-    groups: stored modules of ``fused`` whose rows lie in so many groups of equal size, each with rows of every part.
-    norm_offset: norms are stored less this (1 where a family multiplies by 1 + w). GGUF files hold them whole.
-    whole_norms: ends of the names of norms that are stored whole all the same.
+    groups: stored modules of ``fused`` whose rows lie in so many groups of equal size, each with rows of
+    every part. norm_offset: norms are stored less this (1 where a family multiplies by 1 + w). GGUF files
+    hold them whole. whole_norms: ends of the names of norms that are stored whole all the same.
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
-    has_drafting_layers: checkpoints hold layers behind the last one, which are not needed: they guess further tokens
-    (multi-token prediction).
-    gguf_renamed: module, or block, as its name in GGUF files is understood elsewhere -> its name in the decoder.
-    gguf_tiles_values: in GGUF files the values of a gated delta net do not lie key by key: the first value of every key
-    comes first, then the second of every key.
-    from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
-    transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
+    has_drafting_layers: checkpoints hold layers behind the last one, which are not needed:
+    they guess further tokens (multi-token prediction).
+    gguf_renamed: module, or block, as its name in GGUF files is understood elsewhere -> its name in the
+    decoder. gguf_tiles_values: in GGUF files the values of a gated delta net do not lie key by key: the first
+    value of every key comes first, then the second of every key.
+    from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of
+    config.json. transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn
+    (gpt-oss).
     fit: (this family, configuration) -> the same where what is said here depends on the configuration.
-    rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
+    rewrite_weight: (name in the decoder, tensor,
+    configuration) -> the tensor this decoder needs in its place;
         constants of a family that can be multiplied into its weights cost nothing when the model runs.
     """
 
@@ -130,7 +137,8 @@ class Family:
         return self if self.fit is None else self.fit(self, config)
 
     def own_name(self, stored: str) -> str:
-        """The name, in the decoder, of a tensor of a safetensors file; fused ones keep the name of their module."""
+        """The name, in the decoder, of a tensor of a safetensors file;
+        fused ones keep the name of their module."""
         for prefix, own in self.prefixes.items():
             if stored.startswith(prefix):
                 stored = own + stored.removeprefix(prefix)
@@ -145,4 +153,6 @@ class Family:
         """Names of the decoder's tensors that one of this name holds, one below the other."""
         path, _, kind = name.rpartition(".")
         path, _, module = path.rpartition(".")
-        return tuple(f"{path}.{part}.{kind}" for part in self.fused[module]) if module in self.fused else (name,)
+        return (
+            tuple(f"{path}.{part}.{kind}" for part in self.fused[module]) if module in self.fused else (name,)
+        )

@@ -7,10 +7,12 @@ from typing import Any
 
 
 def layer_kinds(metadata: Mapping[str, Any], state: str) -> list[str] | None:
-    """ "full_attention" or ``state`` for each layer, where KV heads are counted layer by layer: layers without any keep
-    a state. None where one number stands for all layers."""
+    """ "full_attention" or ``state`` for each layer, where KV heads are counted layer by layer: layers
+    without any keep a state. None where one number stands for all layers."""
     kv_heads = metadata.get("attention.head_count_kv")
-    return ["full_attention" if heads else state for heads in kv_heads] if isinstance(kv_heads, list) else None
+    return (
+        ["full_attention" if heads else state for heads in kv_heads] if isinstance(kv_heads, list) else None
+    )
 
 
 def head_dim(metadata: Mapping[str, Any]) -> int | None:

@@ -25,11 +25,16 @@ def usable_positions(max_positions: int, tables: Sequence[RotaryConfig]) -> int:
 
 
 def _reach(max_positions: int, table: RotaryConfig) -> int:
-    return round(table.original_max_position * table.factor) if table.type in ("linear", "yarn") else max_positions
+    return (
+        round(table.original_max_position * table.factor)
+        if table.type in ("linear", "yarn")
+        else max_positions
+    )
 
 
 def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
-    """Merge both spellings as transformers does: ``rope_scaling`` else ``rope_parameters``, gaps filled from above."""
+    """Merge both spellings as transformers does:
+    ``rope_scaling`` else ``rope_parameters``, gaps filled from above."""
     given = fields.entries.get("rope_scaling") or fields.entries.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise fields.refuse("rope_scaling", given, "must be an object or null")
@@ -41,8 +46,9 @@ def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
 
 
 def read_rotary_by_type(fields: Entries, kind: str, theta_entry: str, head_dim: int) -> RotaryConfig:
-    """Of the layers of one type, in a family that has a set for each: ``rope_parameters`` by type, or, as transformers
-    4 wrote it, ``rope_scaling`` for full attention. theta_entry: where the base stands otherwise."""
+    """Of the layers of one type, in a family that has a set for each: ``rope_parameters`` by type, or, as
+    transformers 4 wrote it, ``rope_scaling`` for full attention. theta_entry: where the base stands
+    otherwise."""
     given = fields.entries.get("rope_parameters") or {}
     if not isinstance(given, dict) or not all(isinstance(value, dict | None) for value in given.values()):
         raise fields.refuse("rope_parameters", given, "must hold one set of values for each type of layer")
@@ -77,7 +83,9 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
 
     values: dict[str, Any] = {"original_max_position": max_positions}
     if rope_type == "dynamic" and dim == 2:
-        raise rope.refuse("rope_type", rope_type, "must not be dynamic when only two elements of a head are rotated")
+        raise rope.refuse(
+            "rope_type", rope_type, "must not be dynamic when only two elements of a head are rotated"
+        )
     if rope_type in ("linear", "dynamic", "llama3"):
         values["factor"] = rope.number("factor", 0.0, 1e6)
     if rope_type in ("llama3", "yarn", "longrope"):
@@ -117,12 +125,15 @@ def _warn_of_doubts(rope: Entries, rope_type: str, values: Mapping[str, Any], ma
     factor, original = values.get("factor"), values["original_max_position"]
     used = {*_SHARED, *_USED[rope_type]}
     stray = sorted({name for names in _USED.values() for name in names} & rope.entries.keys() - used)
-    doubts = [f"{name} is not used by rope_type {rope_type!r}" for name in stray if rope.get(name) is not None]
+    doubts = [
+        f"{name} is not used by rope_type {rope_type!r}" for name in stray if rope.get(name) is not None
+    ]
     if factor is not None and factor < 1:
         doubts.append(f"factor is {factor:g}, below 1, which shortens the context")
     if rope_type == "yarn" and max_positions != original and factor != max_positions / original:
         doubts.append(
-            f"factor is {factor:g}, but max_position_embeddings {max_positions} is {max_positions / original:g} times "
+            f"factor is {factor:g}, but max_position_embeddings {max_positions} is "
+            f"{max_positions / original:g} times "
             f"original_max_position_embeddings; the factor decides"
         )
     if rope_type == "yarn" and values["beta_fast"] < values["beta_slow"]:
@@ -134,13 +145,16 @@ def _warn_of_doubts(rope: Entries, rope_type: str, values: Mapping[str, Any], ma
 
 
 def _longrope(rope: Entries, dim: int, max_positions: int, original: int) -> dict[str, Any]:
-    """LongRoPE's divisors of each frequency (Ding et al. 2024), for texts up to the original context and for longer."""
+    """LongRoPE's divisors of each frequency (Ding et al.
+    2024), for texts up to the original context and for longer."""
     values: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         given = rope.get(name)
         is_list = isinstance(given, list) and len(given) == dim // 2
         if not is_list or not all(isinstance(x, int | float) and 0 < x < math.inf for x in given):
-            raise rope.refuse(name, given, f"must list {dim // 2} numbers above 0, one for each pair of elements")
+            raise rope.refuse(
+                name, given, f"must list {dim // 2} numbers above 0, one for each pair of elements"
+            )
         values[f"{name}s"] = tuple(float(x) for x in given)
     factor = rope.optional_number("factor") or max_positions / original
     attention_factor = rope.optional_number("attention_factor")

@@ -1,7 +1,8 @@
 """``AsyncLLM``: many streams over one engine process, from one event loop. A server builds on it.
 
-One task receives the engine's outputs for all streams. It only adds them to the state of each stream; a reader gets all
-that has gathered there since its last read. So a slow reader merges deltas instead of queueing them.
+One task receives the engine's outputs for all streams. It only adds them to the state of each stream; a
+reader gets all that has gathered there since its last read. So a slow reader merges deltas instead of
+queueing them.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ class _Stream:
 
 
 class AsyncLLM(TextFrontend):
-    """Engine processes, mostly one, with text at both ends. An asynchronous context manager: leaving it ends them.
+    """Engine processes, mostly one, with text at both ends.
+    An asynchronous context manager: leaving it ends them.
 
-    Lives in the event loop that first uses it; only ``prepare`` and ``render_chat`` may be called from other threads.
+    Lives in the event loop that first uses it;
+    only ``prepare`` and ``render_chat`` may be called from other threads.
     """
 
     def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
@@ -70,21 +73,24 @@ class AsyncLLM(TextFrontend):
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> AsyncLLM:
-        """Start an engine process and load the model; blocks until it is ready. Raises ConfigError or ModelError."""
+        """Start an engine process and load the model; blocks until it is ready.
+        Raises ConfigError or ModelError."""
         from minivllm.data_parallel.client import make_async_client
 
         if args.performance_mode is None:
             args = replace(args, performance_mode="interactivity")
         client = make_async_client(args)
         try:
-            return cls(client, load_model_tokenizer(args, client.config.model_path, client.config.load_format))
+            return cls(
+                client, load_model_tokenizer(args, client.config.model_path, client.config.load_format)
+            )
         except BaseException:
             client.terminate()
             raise
 
     def start(self) -> None:
-        """Listen to the engine processes in the running event loop: their log lines, their death. The first use does
-        so too."""
+        """Listen to the engine processes in the running event loop: their log lines, their death.
+        The first use does so too."""
         if not self._started:
             self._started = True
             self.client.start(self._take_in, self._fail)
@@ -102,18 +108,24 @@ class AsyncLLM(TextFrontend):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one prompt, or of what ``prepare`` made of one; the last one is ``finished``.
 
-        Closing the iterator, or cancelling the task that reads it, aborts the request. Reading slowly merges: a delta
-        stream then gives larger deltas, a cumulative one fewer outputs.
-        deadline: seconds from now; a request that has not finished by then ends with finish_reason "error" and an
-        ``error`` that says so, after whatever it generated. lora: the adapter to use; one that is not loaded yet is
-        loaded first (``add_lora`` does so earlier). Raises, while being read, RequestError for a prompt that cannot be
-        served and EngineDeadError.
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Reading slowly merges:
+        a delta stream then gives larger deltas, a cumulative one fewer outputs.
+        deadline: seconds from now; a request that has not finished by then ends with finish_reason "error"
+        and an ``error`` that says so, after whatever it generated. lora: the adapter to use; one that is not
+        loaded yet is loaded first (``add_lora`` does so earlier). Raises, while being read, RequestError for
+        a prompt that cannot be served and EngineDeadError.
         """
         expires = None if deadline is None else time.monotonic() + deadline
         if isinstance(prompt, PreparedRequest):
             return self._stream(prompt, deadline, expires)
         prepare = partial(
-            self.prepare, request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt, lora=lora
+            self.prepare,
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora=lora,
         )
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
@@ -121,7 +133,8 @@ class AsyncLLM(TextFrontend):
         return self._stream(partial(asyncio.to_thread, prepare) if is_long else prepare, deadline, expires)
 
     async def abort(self, request_id: str) -> None:
-        """End a request early, by the caller's id or the internal one: its stream ends with finish_reason "abort"."""
+        """End a request early, by the caller's id or the internal one:
+        its stream ends with finish_reason "abort"."""
         for stream in list(self._streams.values()):
             if request_id in (stream.request.request_id, stream.request.internal_id):
                 self._end(stream, FinishReason.ABORT)
@@ -149,8 +162,8 @@ class AsyncLLM(TextFrontend):
         return self.client.num_restarts
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung; EngineLostError
-        while all of several engines are being started again."""
+        """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung;
+        EngineLostError while all of several engines are being started again."""
         self.start()
         if self.client.dead_error is not None:
             raise self.client.dead_error
@@ -168,7 +181,8 @@ class AsyncLLM(TextFrontend):
         )
 
     async def recent_steps(self, after: int = 0, engine: int = 0) -> list[RecentStep]:
-        """The decisions of an engine's scheduler in its last few hundred steps, those with numbers above ``after``.
+        """The decisions of an engine's scheduler in its last few hundred steps,
+        those with numbers above ``after``.
 
         Empty if the engine is down, or does not answer within STATS_SECONDS.
         """
@@ -177,8 +191,8 @@ class AsyncLLM(TextFrontend):
     async def prefix_tree(self, limit: int = 100, engine: int = 0) -> PrefixTree | None:
         """The prefix cache of an engine as a tree, at most ``limit`` nodes, those near the roots first.
 
-        None if the engine is down, or does not answer within STATS_SECONDS. Raises RequestError for a limit that is not
-        from 1 to 1000.
+        None if the engine is down, or does not answer within STATS_SECONDS.
+        Raises RequestError for a limit that is not from 1 to 1000.
         """
         return await self._figures(engine, PrefixTree, "prefix_tree", limit)
 
@@ -200,7 +214,8 @@ class AsyncLLM(TextFrontend):
         await self._call("add_lora", lora.name, lora.path)
 
     async def remove_lora(self, name: str) -> bool:
-        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        """Forget an adapter; False if it is not known.
+        Raises RequestError while unfinished requests use it."""
         return bool(await self._call("remove_lora", name))
 
     async def list_loras(self) -> list[LoRARequest]:
@@ -217,13 +232,14 @@ class AsyncLLM(TextFrontend):
     async def sleep(self, level: int = 1) -> None:
         """Free the memory of the model: level 1 keeps the weights in host memory, level 2 drops them.
 
-        The KV cache goes in both, and requests are refused until ``wake_up``. Raises RequestError while some are
-        unfinished.
+        The KV cache goes in both, and requests are refused until ``wake_up``.
+        Raises RequestError while some are unfinished.
         """
         await self._call("sleep", level)
 
     async def wake_up(self) -> None:
-        """Undo ``sleep``. Raises ModelError, and goes on sleeping, if dropped weights cannot be read again."""
+        """Undo ``sleep``. Raises ModelError, and goes on sleeping,
+        if dropped weights cannot be read again."""
         await self._call("wake_up")
 
     async def is_sleeping(self) -> bool:
@@ -267,7 +283,8 @@ class AsyncLLM(TextFrontend):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    # -- one stream ----------------------------------------------------------------------------------------------
+    # -- one stream
+    # ----------------------------------------------------------------------------------------------
 
     async def _stream(
         self,
@@ -303,7 +320,9 @@ class AsyncLLM(TextFrontend):
         if self.client.dead_error is not None:
             raise self.client.dead_error
         if prepared.internal_id in self._streams:
-            raise RequestError(f"Request {prepared.request_id!r} is being generated already: prepare it again.")
+            raise RequestError(
+                f"Request {prepared.request_id!r} is being generated already: prepare it again."
+            )
         stream = self._streams[prepared.internal_id] = _Stream(self.output_processor.add_request(prepared))
         try:
             for sequence in prepared.sequences:
@@ -333,7 +352,8 @@ class AsyncLLM(TextFrontend):
             except EngineDeadError:
                 logger.debug("The engine died before %d sequences could be aborted.", len(sequence_ids))
 
-    # -- all streams ---------------------------------------------------------------------------------------------
+    # -- all streams
+    # ---------------------------------------------------------------------------------------------
 
     async def _call(self, method: str, *args: Any) -> Any:
         self.start()

@@ -1,8 +1,10 @@
-"""Beam search outside the engine: every round extends all live beams by one-token requests that ask for logprobs.
+"""Beam search outside the engine:
+every round extends all live beams by one-token requests that ask for logprobs.
 
-The engine knows no beams. The prefix cache keeps what beams have in common, so a round computes the last, unfilled
-block of every beam. The search itself is that of Hugging Face transformers: the best ``2 * beam_width`` continuations
-are looked at, so that enough of them go on when others end, and finished ones compete by their length-normalised score.
+The engine knows no beams. The prefix cache keeps what beams have in common, so a round computes the last,
+unfilled block of every beam. The search itself is that of Hugging Face transformers: the best ``2 *
+beam_width`` continuations are looked at, so that enough of them go on when others end, and finished ones
+compete by their length-normalised score.
 """
 
 import math
@@ -19,8 +21,8 @@ from minivllm.sampling_params import MAX_LOGPROBS
 class BeamSequence:
     """One sequence that was found.
 
-    score: cumulative_logprob / length ** length_penalty. finish_reason: "stop" or "length". text: without special
-    tokens; empty for a model without a tokenizer.
+    score: cumulative_logprob / length ** length_penalty. finish_reason: "stop" or "length". text: without
+    special tokens; empty for a model without a tokenizer.
     """
 
     token_ids: list[int]
@@ -48,7 +50,8 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for one prompt: ``beams`` are to be extended, ``advance`` takes what came back, until ``done``."""
+    """The search for one prompt: ``beams`` are to be extended, ``advance`` takes what came back,
+    until ``done``."""
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._params = params
@@ -73,7 +76,8 @@ class BeamSearch:
         return self._finished[: self._params.n or self._params.beam_width]
 
     def advance(self, logprobs: Sequence[PositionLogprobMap]) -> None:
-        """One round. logprobs: of the next token of each beam, at least the ``num_logprobs`` likeliest ones."""
+        """One round. logprobs: of the next token of each beam,
+        at least the ``num_logprobs`` likeliest ones."""
         params, width = self._params, self._params.beam_width
         self._length += 1
         candidates = [
@@ -91,15 +95,20 @@ class BeamSearch:
                 if len(live) < width:
                     live.append(Beam(token_ids, total))
             elif place < width:  # what ranks below only stands by, in case that too few of the best go on
-                ended.append(BeamSequence(token_ids, total, self._score(total), "stop" if is_eos else "length"))
+                ended.append(
+                    BeamSequence(token_ids, total, self._score(total), "stop" if is_eos else "length")
+                )
         if not (params.early_stopping is True and len(self._finished) == width):
             # sorted() is stable: of equal scores the one that ended first stays ahead.
             self._finished = sorted([*self._finished, *ended], key=lambda sequence: -sequence.score)[:width]
         self.beams = live
-        self.done = not live or (len(self._finished) == width and not self._may_improve(live[0].cumulative_logprob))
+        self.done = not live or (
+            len(self._finished) == width and not self._may_improve(live[0].cumulative_logprob)
+        )
 
     def _may_improve(self, best_live: float) -> bool:
-        """True if a live beam may still replace the worst of the finished sequences, of which there are enough."""
+        """True if a live beam may still replace the worst of the finished sequences,
+        of which there are enough."""
         params = self._params
         if params.early_stopping is True:
             return False
@@ -112,13 +121,17 @@ class BeamSearch:
 
 
 Extend = Callable[[list[tuple[int, list[int], int]]], list[PositionLogprobMap]]
-"""Next-token logprobs of sequences, each given as (index of its prompt, generated tokens, how many logprobs)."""
+"""Next-token logprobs of sequences, each given as (index of its prompt, generated tokens,
+how many logprobs)."""
 
 
 def run_searches(searches: Sequence[BeamSearch], extend: Extend) -> None:
-    """Run all searches to their end, side by side: every round extends the live beams of all of them in one batch."""
+    """Run all searches to their end, side by side:
+    every round extends the live beams of all of them in one batch."""
     while active := [(index, search) for index, search in enumerate(searches) if not search.done]:
-        asked = [(index, beam.token_ids, search.num_logprobs) for index, search in active for beam in search.beams]
+        asked = [
+            (index, beam.token_ids, search.num_logprobs) for index, search in active for beam in search.beams
+        ]
         results = extend(asked)
         start = 0
         for _, search in active:

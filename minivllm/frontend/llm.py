@@ -33,12 +33,15 @@ _NO_LOGPROBS = "The engine gave no logprobs, which a beam search is made of."
 class LLM:
     """A loaded model that completes lists of prompts. A context manager: leaving it frees the model.
 
-    ``LLM(model="smollm2", max_model_len=2048)`` takes every field of ``EngineArgs`` by name; an unknown name raises
-    ConfigError. ``engine`` puts an existing engine in the place of a loaded one, which the LLM then owns. A model that
-    is not compiled yet is compiled first, which is said on standard error (a warning of the logger "minivllm").
+    ``LLM(model="smollm2", max_model_len=2048)`` takes every field of ``EngineArgs`` by name; an unknown name
+    raises ConfigError. ``engine`` puts an existing engine in the place of a loaded one, which the LLM then
+    owns. A model that is not compiled yet is compiled first, which is said on standard error (a warning of
+    the logger "minivllm").
     """
 
-    def __init__(self, model: str | None = None, *, engine: LLMEngine | None = None, **engine_args: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, engine: LLMEngine | None = None, **engine_args: Any
+    ) -> None:
         if engine is None:
             if model is not None:
                 engine_args["model"] = model
@@ -55,15 +58,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order, whatever order they finish in.
 
-        prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A model that sees
-        also takes ``{"prompt": text, "multi_modal_data": {"image": image}}``, with one placeholder for each image.
-        sampling_params: one for all or one per prompt; None takes the model's defaults.
+        prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A model
+        that sees also takes ``{"prompt": text, "multi_modal_data": {"image": image}}``, with one placeholder
+        for each image. sampling_params: one for all or one per prompt; None takes the model's defaults.
         use_tqdm: a progress bar on stderr if that is a terminal. priority: one for all or one per prompt.
-        lora_request: the adapter, one for all or one per prompt; adapters are loaded when they are first named.
+        lora_request: the adapter, one for all or one per prompt;
+        adapters are loaded when they are first named.
 
-        Raises RequestError before anything runs if one of the prompts cannot be served. If the engine gives up on a
-        request later on, its output has finish_reason "error" and says why; the others are unharmed. If an exception
-        or Ctrl-C ends the call, all its requests are aborted.
+        Raises RequestError before anything runs if one of the prompts cannot be served. If the engine gives
+        up on a request later on, its output has finish_reason "error" and says why; the others are unharmed.
+        If an exception or Ctrl-C ends the call, all its requests are aborted.
         """
         return self._run(self._prepare(prompts, sampling_params, lora_request, priority), use_tqdm)
 
@@ -78,13 +82,15 @@ class LLM:
         parse_special_tokens: bool = False,
         chat_template: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
+        """Answer one conversation (a list of messages) or several (a list of such lists),
+        by the chat template.
 
-        Images come as parts of a message's content: ``{"type": "image_url", "image_url": {"url": "data:…"}}``, or
-        ``{"type": "image_pil", "image_pil": image}``.
-        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
-        parse_special_tokens: special tokens in the messages count; otherwise they are text, and only the template's own
-        ones count. chat_template: takes the place of the model's, which need not have one then.
+        Images come as parts of a message's content: ``{"type": "image_url", "image_url": {"url":
+        "data:…"}}``, or ``{"type": "image_pil", "image_pil": image}``.
+        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template
+        knows. parse_special_tokens: special tokens in the messages count; otherwise they are text, and only
+        the template's own ones count. chat_template: takes the place of the model's, which need not have one
+        then.
         Raises RequestError as ``generate`` does, and where there is no chat template.
         """
         conversations: Any = messages
@@ -109,10 +115,11 @@ class LLM:
         params: BeamSearchParams,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest sequences instead of sampled ones: see BeamSearchParams. Outputs in the order of the prompts.
+        """The likeliest sequences instead of sampled ones: see BeamSearchParams.
+        Outputs in the order of the prompts.
 
-        prompts, lora_request: as in ``generate``. Raises RequestError before anything runs if one of the prompts cannot
-        be served, and if the engine gives up on one later on.
+        prompts, lora_request: as in ``generate``. Raises RequestError before anything runs if one of the
+        prompts cannot be served, and if the engine gives up on one later on.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
@@ -151,11 +158,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingOutput]:
-        """One vector per prompt, from the model's final hidden states; the outputs come in the order of the prompts.
+        """One vector per prompt, from the model's final hidden states;
+        the outputs come in the order of the prompts.
 
-        pooling_params: None takes the last token's state, scaled to length 1. The other arguments as in ``generate``.
-        Raises RequestError before anything runs if one of the prompts cannot be served, and if the engine gives up on
-        one later on.
+        pooling_params: None takes the last token's state, scaled to length 1. The other arguments as in
+        ``generate``. Raises RequestError before anything runs if one of the prompts cannot be served, and if
+        the engine gives up on one later on.
         """
         pooling = PoolingParams() if pooling_params is None else pooling_params
         params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -178,16 +186,19 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[float]:
-        """How alike prompts are: the cosine of their vectors, -1 to 1, of one with each of many, or pair by pair.
+        """How alike prompts are: the cosine of their vectors, -1 to 1, of one with each of many,
+        or pair by pair.
 
-        pooling_params: see ``embed``; the vectors are always scaled to length 1. Raises RequestError as ``embed`` does.
+        pooling_params: see ``embed``; the vectors are always scaled to length 1.
+        Raises RequestError as ``embed`` does.
         """
         left, right = _as_list(data_1), _as_list(data_2)
         if len(left) == 1:
             left = left * len(right)
         if len(left) != len(right):
             raise RequestError(
-                f"data_1 has {len(left)} prompts and data_2 has {len(right)}, but there must be one, or as many, in "
+                f"data_1 has {len(left)} prompts and data_2 has {len(right)}, but there must be one, or as "
+                "many, in "
                 "data_1."
             )
         pooling = msgspec.structs.replace(pooling_params or PoolingParams(), normalize=True)
@@ -202,7 +213,8 @@ class LLM:
         return self.llm_engine.get_default_sampling_params()
 
     def get_metrics(self) -> SchedulerStats:
-        """The engine core's counters: running and waiting requests, cache use and hits, preemptions, steps."""
+        """The engine core's counters: running and waiting requests, cache use and hits,
+        preemptions, steps."""
         return self.llm_engine.stats()
 
     def reset_prefix_cache(self) -> bool:
@@ -214,7 +226,8 @@ class LLM:
         self.llm_engine.add_lora(lora_request)
 
     def remove_lora(self, name: str) -> bool:
-        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        """Forget an adapter; False if it is not known.
+        Raises RequestError while unfinished requests use it."""
         return self.llm_engine.remove_lora(name)
 
     def list_loras(self) -> list[LoRARequest]:
@@ -229,7 +242,8 @@ class LLM:
         self.llm_engine.client.call("sleep", level)
 
     def wake_up(self) -> None:
-        """Undo ``sleep``. Raises ModelError, and goes on sleeping, if dropped weights cannot be read again."""
+        """Undo ``sleep``. Raises ModelError, and goes on sleeping,
+        if dropped weights cannot be read again."""
         self.llm_engine.client.call("wake_up")
 
     def update_weights(self, path: str) -> None:
@@ -268,13 +282,16 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         pooling: PoolingParams | None = None,
     ) -> list[PreparedRequest]:
-        """Check all prompts and load their adapters, so that what cannot be served is refused before anything runs."""
+        """Check all prompts and load their adapters,
+        so that what cannot be served is refused before anything runs."""
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt("sampling_params", params, len(prompt_list), SamplingParams)
         priorities = _one_per_prompt("priority", priority, len(prompt_list), int)
         adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
         prepared = []
-        for index, (prompt, one, value, lora) in enumerate(zip(prompt_list, params_list, priorities, adapters)):
+        for index, (prompt, one, value, lora) in enumerate(
+            zip(prompt_list, params_list, priorities, adapters)
+        ):
             with _naming("Prompt", index, len(prompt_list)):
                 one = self.get_default_sampling_params() if one is None else one
                 if isinstance(one, SamplingParams):  # outputs in between are not read, so none are built
@@ -353,7 +370,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is a {type(prompts).__name__}, but must be one prompt or a list of prompts.")
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}, but must be one prompt or a list of prompts."
+        )
     return list(prompts)
 
 
@@ -362,7 +381,11 @@ def _one_per_prompt(name: str, value: Any, num_prompts: int, kind: type) -> list
     if value is None or isinstance(value, kind):
         return [value] * num_prompts
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} is {value!r}, but must be a {kind.__name__} or a list with one per prompt.")
+        raise RequestError(
+            f"{name} is {value!r}, but must be a {kind.__name__} or a list with one per prompt."
+        )
     if len(value) != num_prompts:
-        raise RequestError(f"{name} has {len(value)} entries, but must have one for each of the {num_prompts} prompts.")
+        raise RequestError(
+            f"{name} has {len(value)} entries, but must have one for each of the {num_prompts} prompts."
+        )
     return cast("list[Any]", list(value))

@@ -1,7 +1,7 @@
 """The engine with text at both ends: prompts in, ``RequestOutput``s out, one ``step()`` at a time.
 
-``LLM`` loops over it for a list of prompts; a chat streams from it. It owns no scheduling: everything below the client
-works on token ids.
+``LLM`` loops over it for a list of prompts; a chat streams from it.
+It owns no scheduling: everything below the client works on token ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class TextFrontend(InputProcessor):
-    """The text side of an engine: prompts become requests (``prepare``), tokens become text (``output_processor``).
+    """The text side of an engine: prompts become requests (``prepare``),
+    tokens become text (``output_processor``).
 
     eos_token_ids: all ids that end a sequence, of the model's configuration and of its tokenizer.
     """
@@ -41,14 +42,23 @@ class TextFrontend(InputProcessor):
     def __init__(self, client: EngineClient | AsyncEngineClient, tokenizer: Tokenizer | None) -> None:
         # Fine-tunes change the tokenizer's end of a turn, and often leave the base model's in config.json.
         end = None if tokenizer is None else tokenizer.eos_token_id
-        ends = client.eos_token_ids if end is None or end >= client.model_vocab_size else (*client.eos_token_ids, end)
+        ends = (
+            client.eos_token_ids
+            if end is None or end >= client.model_vocab_size
+            else (*client.eos_token_ids, end)
+        )
         self.eos_token_ids = tuple(dict.fromkeys(ends))
         super().__init__(
-            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=self.eos_token_ids
+            client.config,
+            tokenizer,
+            model_vocab_size=client.model_vocab_size,
+            eos_token_ids=self.eos_token_ids,
         )
         if self.images is not None and isinstance(client, AnswersQuestions):
             client.serve_pixels(self.images.pixels)
-        self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
+        self.output_processor = OutputProcessor(
+            None if tokenizer is None else TokenDecoder(tokenizer.backend)
+        )
 
     @property
     def has_tokenizer(self) -> bool:
@@ -63,7 +73,8 @@ class TextFrontend(InputProcessor):
 
 
 class LLMEngine(TextFrontend):
-    """Requests may be added, stepped and aborted in any order, from one thread. Leaving it as a context closes it."""
+    """Requests may be added, stepped and aborted in any order, from one thread.
+    Leaving it as a context closes it."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(client, tokenizer)
@@ -77,7 +88,9 @@ class LLMEngine(TextFrontend):
 
         client = make_client(args)
         try:
-            return cls(client, load_model_tokenizer(args, client.config.model_path, client.config.load_format))
+            return cls(
+                client, load_model_tokenizer(args, client.config.model_path, client.config.load_format)
+            )
         except BaseException:
             client.close()
             raise
@@ -89,7 +102,8 @@ class LLMEngine(TextFrontend):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> str:
-        """Submit one prompt; its outputs carry the returned id: ``request_id``, or one that is made if it is None.
+        """Submit one prompt; its outputs carry the returned id:
+        ``request_id``, or one that is made if it is None.
 
         params, options: as ``prepare`` takes them. Raises RequestError.
         """
@@ -127,7 +141,8 @@ class LLMEngine(TextFrontend):
         return request_outputs
 
     def has_unfinished_requests(self) -> bool:
-        """True while a request waits for output. The core may still have aborted ones to clean up; a step does it."""
+        """True while a request waits for output.
+        The core may still have aborted ones to clean up; a step does it."""
         return self.output_processor.has_unfinished_requests()
 
     def stats(self) -> SchedulerStats:
@@ -146,7 +161,8 @@ class LLMEngine(TextFrontend):
         self.client.call("add_lora", lora.name, lora.path)
 
     def remove_lora(self, name: str) -> bool:
-        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        """Forget an adapter; False if it is not known.
+        Raises RequestError while unfinished requests use it."""
         self._check_open()
         return bool(self.client.call("remove_lora", name))
 
@@ -173,7 +189,8 @@ class LLMEngine(TextFrontend):
 
 
 def load_model_tokenizer(args: EngineArgs, model_path: str, load_format: str) -> Tokenizer | None:
-    """The tokenizer the user named, else the model's own; None for a model directory that comes without one."""
+    """The tokenizer the user named, else the model's own;
+    None for a model directory that comes without one."""
     from minivllm.gguf.gguf_file import find_gguf
     from minivllm.hub.fetch import resolve_model
     from minivllm.tokenizer.tokenizer import load_tokenizer
@@ -183,6 +200,8 @@ def load_model_tokenizer(args: EngineArgs, model_path: str, load_format: str) ->
         return load_tokenizer(resolve_model(args.tokenizer, weights=False))
     path = Path(model_path)
     if find_gguf(path, load_format) is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        logger.warning("%s has no tokenizer: only prompts of token ids are served, and no text comes back.", path)
+        logger.warning(
+            "%s has no tokenizer: only prompts of token ids are served, and no text comes back.", path
+        )
         return None
     return load_tokenizer(path, load_format)

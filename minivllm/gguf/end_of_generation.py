@@ -1,4 +1,5 @@
-"""The tokens of a GGUF vocabulary that end an answer; llama.cpp finds most of them by their text, and so does this."""
+"""The tokens of a GGUF vocabulary that end an answer;
+llama.cpp finds most of them by their text, and so does this."""
 
 from typing import Any
 

@@ -1,7 +1,9 @@
-"""Read GGUF files safely: every count, length and offset is checked against the file before anything is allocated.
+"""Read GGUF files safely: every count,
+length and offset is checked against the file before anything is allocated.
 
-GGUF is llama.cpp's container: a header, typed metadata, tensor descriptions, then aligned tensor data. The file is
-mapped, so only what is asked for is read, and tensors are dequantised in chunks into their final type.
+GGUF is llama.cpp's container: a header, typed metadata, tensor descriptions, then aligned tensor data. The
+file is mapped, so only what is asked for is read, and tensors are dequantised in chunks into their final
+type.
 """
 
 from __future__ import annotations
@@ -100,15 +102,17 @@ LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": 
 ROPE_TENSORS = frozenset({ROPE_FACTORS, *LONGROPE_FACTORS.values()})
 
 Treatment = Literal["keep", "restore", "dequantize", "exact"]
-"""Keep a tensor's blocks; dequantise it and mark the values as quantised before; dequantise it and forget that; or
-dequantise it to float32, whatever the model computes in."""
+"""Keep a tensor's blocks; dequantise it and mark the values as quantised before; dequantise it and forget
+that; or dequantise it to float32, whatever the model computes in."""
 
 
 SETTLED_NANOSECONDS = 2 * 10**9
-"""Clocks of file systems are coarse: a file that was changed this long ago shows any further change in its times."""
+"""Clocks of file systems are coarse:
+a file that was changed this long ago shows any further change in its times."""
 
 _last_parsed: tuple[object, dict[str, Any], dict[str, GGUFTensor]] | None = None
-"""Identity, metadata and tensors of one file: a start reads the configuration, the tokenizer and the weights of it."""
+"""Identity, metadata and tensors of one file:
+a start reads the configuration, the tokenizer and the weights of it."""
 
 
 def _identity(path: Path) -> object:
@@ -121,7 +125,8 @@ def _identity(path: Path) -> object:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor's description. shape is in torch order (rows first); offset and num_bytes locate it in the file."""
+    """One tensor's description. shape is in torch order (rows first);
+    offset and num_bytes locate it in the file."""
 
     name: str
     type_name: str
@@ -133,8 +138,8 @@ class GGUFTensor:
 def find_gguf(model_path: str | Path, load_format: str = "auto") -> Path | None:
     """The GGUF file that ``model_path`` means, or None for a Hugging Face directory.
 
-    A ``.gguf`` file is itself; a directory counts when it holds no config.json, or the load format is "gguf", and
-    exactly one ``.gguf`` file. Raises ModelError when load format and path contradict each other.
+    A ``.gguf`` file is itself; a directory counts when it holds no config.json, or the load format is "gguf",
+    and exactly one ``.gguf`` file. Raises ModelError when load format and path contradict each other.
     """
     path = Path(model_path)
     if path.is_file():
@@ -161,8 +166,9 @@ def hugging_face_name(
 ) -> str | None:
     """Map ``blk.0.attn_q.weight`` to ``model.layers.0.self_attn.q_proj.weight``; None for an unknown name.
 
-    fused: modules that hold several matrices in this family; ``ffn_up`` is one of them where there is no ``ffn_gate``.
-    renamed: modules that mean something else in this family -> what they mean, and blocks ("mamba") likewise.
+    fused: modules that hold several matrices in this family; ``ffn_up`` is one of them where there is no
+    ``ffn_gate``. renamed: modules that mean something else in this family -> what they mean, and blocks
+    ("mamba") likewise.
     """
     if gguf_name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[gguf_name]
@@ -173,7 +179,9 @@ def hugging_face_name(
     if match[2] in _LAYER_VECTORS:
         module, kind = _LAYER_VECTORS[match[2]], ""
     elif stored in _LAYER_NAMES and kind in ("weight", "bias"):
-        module = "mlp.gate_up_proj" if stored == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[stored]
+        module = (
+            "mlp.gate_up_proj" if stored == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[stored]
+        )
     else:
         return None
     block, *rest = renamed.get(module, module).split(".")
@@ -184,18 +192,20 @@ def hugging_face_name(
 def unpermute_rotary_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Bring q or k rows from llama.cpp's interleaved rotary order back to Hugging Face's two halves.
 
-    rows: ``[num_heads * head_dim, ...]``, weights, biases or raw blocks alike; of each head, rows ``2i`` and ``2i + 1``
-    of the file are rows ``i`` and ``i + head_dim / 2`` of the result, which is a new tensor of the same shape.
+    rows: ``[num_heads * head_dim, ...]``, weights, biases or raw blocks alike; of each head, rows ``2i`` and
+    ``2i + 1`` of the file are rows ``i`` and ``i + head_dim / 2`` of the result, which is a new tensor of the
+    same shape.
     """
     per_head = rows.shape[0] // num_heads
     return rows.reshape(num_heads, per_head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 class GGUFFile:
-    """A mapped, fully validated GGUF file: ``metadata``, ``tensors``, and their data on demand. Use it with ``with``.
+    """A mapped, fully validated GGUF file: ``metadata``, ``tensors``, and their data on demand.
+    Use it with ``with``.
 
-    Raises ModelError, naming the file and the tensor or entry, when anything in the header cannot be true of a file
-    of this length.
+    Raises ModelError, naming the file and the tensor or entry,
+    when anything in the header cannot be true of a file of this length.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -237,7 +247,9 @@ class GGUFFile:
         self._map.close()
 
     def _refuse(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path} is not a valid GGUF file: {self._where} {reason}. Fetch the file again.")
+        return ModelError(
+            f"{self.path} is not a valid GGUF file: {self._where} {reason}. Fetch the file again."
+        )
 
     def _take(self, code: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -260,7 +272,12 @@ class GGUFFile:
 
     def _take_strings(self, count: int) -> list[str]:
         """As many calls of ``_take_string``, for vocabularies of 100,000 entries and more."""
-        data, size, position, length_at = self._map, self._size, self._position, struct.Struct("<Q").unpack_from
+        data, size, position, length_at = (
+            self._map,
+            self._size,
+            self._position,
+            struct.Struct("<Q").unpack_from,
+        )
         strings = []
         for _ in range(count):
             start = position + 8
@@ -336,7 +353,9 @@ class GGUFFile:
         layout = BLOCK_LAYOUTS.get(kind)
         if layout is None:
             known = ", ".join(known_layout.name for known_layout in BLOCK_LAYOUTS.values())
-            raise ModelError(f"{self.path}: tensor {name!r} has the GGML type {kind}, but supported are: {known}.")
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has the GGML type {kind}, but supported are: {known}."
+            )
         if dimensions[0] % layout.elements:
             raise self._refuse(f"has rows of {dimensions[0]} elements, not a multiple of {layout.elements}")
         num_elements = 1
@@ -357,7 +376,9 @@ class GGUFFile:
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._refuse(f"sets general.alignment to {alignment!r}, but it must be a power of two")
         if self.metadata.get("split.count", 0) not in (0, 1):
-            raise ModelError(f"{self.path} is one part of a split GGUF model; merge the parts into one file first.")
+            raise ModelError(
+                f"{self.path} is one part of a split GGUF model; merge the parts into one file first."
+            )
         data_start = -(-self._position // alignment) * alignment
         for name, type_name, shape, offset, num_bytes in described:
             self._where = f"tensor {name!r}"
@@ -367,7 +388,9 @@ class GGUFFile:
                 raise self._refuse(f"begins at offset {offset}, not a multiple of {alignment}")
             if data_start + offset + num_bytes > self._size:
                 end = data_start + offset + num_bytes
-                raise self._refuse(f"of shape {list(shape)} ends at byte {end}, but the file has {self._size}")
+                raise self._refuse(
+                    f"of shape {list(shape)} ends at byte {end}, but the file has {self._size}"
+                )
             self.tensors[name] = GGUFTensor(name, type_name, shape, data_start + offset, num_bytes)
         end, previous = data_start, ""
         for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
@@ -379,8 +402,8 @@ class GGUFFile:
     def raw(self, name: str) -> tuple[str, torch.Tensor]:
         """The stored blocks of a tensor: (GGML type name, uint8 ``[rows, bytes per row]``), as a copy.
 
-        A one-dimensional tensor is one row. Rows are in file order: rotary q and k rows of llama files are still
-        interleaved, see ``unpermute_rotary_rows``.
+        A one-dimensional tensor is one row. Rows are in file order: rotary q and k rows of llama files are
+        still interleaved, see ``unpermute_rotary_rows``.
         """
         tensor = self._tensor(name)
         blocks = torch.frombuffer(
@@ -399,15 +422,17 @@ class GGUFFile:
         return out
 
     def grouped(self, name: str) -> GroupedWeight:
-        """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS. Matrices of several experts
-        are one below the other."""
+        """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS. Matrices of
+        several experts are one below the other."""
         tensor = self._tensor(name)
         layout = LAYOUT_OF[tensor.type_name]
         codes = torch.empty(tensor.shape, dtype=torch.uint8).flatten(0, -2)
         scale, offset = (torch.empty(codes.shape[0], codes.shape[1] // layout.group_size) for _ in range(2))
         for first, last, chunk in self._chunks(tensor):
             pieces = group_blocks(chunk, tensor.type_name)
-            for flat, piece, size in zip((codes, scale, offset), pieces, (1, layout.group_size, layout.group_size)):
+            for flat, piece, size in zip(
+                (codes, scale, offset), pieces, (1, layout.group_size, layout.group_size)
+            ):
                 flat.view(-1)[first // size : last // size] = torch.from_numpy(piece).view(-1)
         return GroupedWeight(codes, scale, offset, bits=layout.bits)
 
@@ -418,7 +443,9 @@ class GGUFFile:
         num_blocks = tensor.num_bytes // layout.num_bytes
         for first in range(0, num_blocks, blocks_per_chunk):
             last = min(first + blocks_per_chunk, num_blocks)
-            chunk = self._map[tensor.offset + first * layout.num_bytes : tensor.offset + last * layout.num_bytes]
+            chunk = self._map[
+                tensor.offset + first * layout.num_bytes : tensor.offset + last * layout.num_bytes
+            ]
             yield first * layout.elements, last * layout.elements, chunk
 
     def _tensor(self, name: str) -> GGUFTensor:
@@ -435,13 +462,15 @@ class GGUFFile:
         skip: Collection[str] = ROPE_TENSORS,
         treatment: Callable[[str, GGUFTensor], Treatment] = lambda name, tensor: "dequantize",
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``, TENSORS_AHEAD of them in advance.
+        """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``,
+        TENSORS_AHEAD of them in advance.
 
-        permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows are
-        interleaved; empty otherwise. fused, renamed: see hugging_face_name. skip: GGUF names that are not weights.
-        treatment: what becomes of each tensor, by its Hugging Face name and description.
+        permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows
+        are interleaved; empty otherwise. fused, renamed: see hugging_face_name. skip: GGUF names that are not
+        weights. treatment: what becomes of each tensor, by its Hugging Face name and description.
         """
-        # numpy lets go of the interpreter lock, so some tensors are dequantised while the receiver works on another.
+        # numpy lets go of the interpreter lock,
+        # so some tensors are dequantised while the receiver works on another.
         with ThreadPoolExecutor(TENSORS_AHEAD) as ahead:
             waiting: deque[tuple[str, Future[StoredWeight]]] = deque()
             for gguf_name, tensor in self.tensors.items():
@@ -449,9 +478,13 @@ class GGUFFile:
                     continue
                 name = hugging_face_name(gguf_name, fused, renamed)
                 if name is None:
-                    raise ModelError(f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses.")
+                    raise ModelError(
+                        f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses."
+                    )
                 heads = permuted_heads.get(name.split(".")[-2])
-                waiting.append((name, ahead.submit(self._weight, tensor, dtype, heads, treatment(name, tensor))))
+                waiting.append(
+                    (name, ahead.submit(self._weight, tensor, dtype, heads, treatment(name, tensor)))
+                )
                 if len(waiting) > TENSORS_AHEAD:
                     yield _finished(waiting)
             while waiting:
@@ -465,7 +498,9 @@ class GGUFFile:
 
         if treatment == "keep":
             stored = self.grouped(tensor.name)
-            return GroupedWeight(rows(stored.codes), rows(stored.scale), rows(stored.offset), bits=stored.bits)
+            return GroupedWeight(
+                rows(stored.codes), rows(stored.scale), rows(stored.offset), bits=stored.bits
+            )
         values = rows(self.dequantize(tensor.name, torch.float32 if treatment == "exact" else dtype))
         return RestoredWeight(values) if treatment == "restore" else values
 

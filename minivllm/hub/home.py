@@ -1,4 +1,5 @@
-"""Where minivllm keeps what outlives a process: fetched models, compiled code, tokenizers, digests, chat history."""
+"""Where minivllm keeps what outlives a process:
+fetched models, compiled code, tokenizers, digests, chat history."""
 
 import os
 from pathlib import Path
@@ -9,8 +10,8 @@ from minivllm.errors import ConfigError
 def home_directory() -> Path:
     """``$MINIVLLM_HOME``, else ``~/.cache/minivllm``; absolute.
 
-    A ``~`` is expanded even where no shell has done it, and a relative path begins at the current directory. Raises
-    ConfigError where the home directory of a user is not known.
+    A ``~`` is expanded even where no shell has done it, and a relative path begins at the current directory.
+    Raises ConfigError where the home directory of a user is not known.
     """
     given = os.environ.get("MINIVLLM_HOME") or "~/.cache/minivllm"
     try:

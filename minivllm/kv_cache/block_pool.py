@@ -1,7 +1,7 @@
 """Physical KV cache blocks: who uses them, which one is reused next, and which contents can be found again.
 
-A block that nobody uses keeps its contents until it is reused, so the free queue is also the eviction order of the
-prefix cache. (PagedAttention's block manager with vLLM V1's queue of free blocks.)
+A block that nobody uses keeps its contents until it is reused, so the free queue is also the eviction order
+of the prefix cache. (PagedAttention's block manager with vLLM V1's queue of free blocks.)
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from minivllm.kv_cache.blocks.continuations import Continuations
 from minivllm.kv_cache.blocks.free_queue import FreeBlockQueue, KVCacheBlock
 
 NULL_BLOCK_ID = 0
-"""Padding writes go to this block. It is never handed out, counted or hashed. Only attention sinks read it: its last
-cache slot, where V stays zero."""
+"""Padding writes go to this block. It is never handed out, counted or hashed. Only attention sinks read it:
+its last cache slot, where V stays zero."""
 
 TAIL_SHARE = 8
 """One of so many blocks, at most, is kept although it is not full."""
@@ -24,17 +24,18 @@ TAIL_SHARE = 8
 class BlockPool:
     """All blocks of one KV group. Raises ConfigError for fewer than two: block 0 is the null block.
 
-    Several blocks may hold the same contents (requests that computed the same prefix side by side): block tables only
-    grow, so a block is never exchanged for its twin, and all of them are kept under one hash.
+    Several blocks may hold the same contents (requests that computed the same prefix side by side): block
+    tables only grow, so a block is never exchanged for its twin, and all of them are kept under one hash.
 
-    continuations: the tokens in blocks, where they are kept. The contents of a block can be found under its hash, or by
-    its piece there.
+    continuations: the tokens in blocks, where they are kept.
+    The contents of a block can be found under its hash, or by its piece there.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ConfigError(
-                f"The KV cache has {num_blocks} blocks, but needs at least 2, because one takes padding writes: give "
+                f"The KV cache has {num_blocks} blocks, but needs at least 2, because one takes padding "
+                "writes: give "
                 "it more memory."
             )
         self.num_blocks = num_blocks
@@ -76,7 +77,9 @@ class BlockPool:
         Raises ValueError if there are not so many; then nothing is taken.
         """
         if count > self.free_queue.num_blocks:
-            raise ValueError(f"{count} blocks were asked for, but only {self.free_queue.num_blocks} are free.")
+            raise ValueError(
+                f"{count} blocks were asked for, but only {self.free_queue.num_blocks} are free."
+            )
         blocks = []
         for _ in range(count):
             block = self.free_queue.popleft()
@@ -144,12 +147,16 @@ class BlockPool:
             del self._cached[block_hash]
         block.block_hash = None
 
-    def keep_piece(self, parent: bytes, block: KVCacheBlock, token_ids: Sequence[int], *, is_planned: bool) -> None:
+    def keep_piece(
+        self, parent: bytes, block: KVCacheBlock, token_ids: Sequence[int], *, is_planned: bool
+    ) -> None:
         """Let the tokens in a block be found; see Continuations.put."""
         if block.block_id != NULL_BLOCK_ID:
             is_tail = block.block_hash is None
             self._lose(
-                self.continuations.put(parent, block.block_id, token_ids, is_tail=is_tail, is_planned=is_planned)
+                self.continuations.put(
+                    parent, block.block_id, token_ids, is_tail=is_tail, is_planned=is_planned
+                )
             )
 
     def settle(self) -> None:
@@ -181,25 +188,37 @@ class BlockPool:
         return True
 
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
-        """Compare with the users counted by the caller (block id -> users). Raises RuntimeError on a contradiction."""
+        """Compare with the users counted by the caller (block id -> users).
+        Raises RuntimeError on a contradiction."""
         free = list(self.free_queue)
         free_ids = {block.block_id for block in free}
-        _require(len(free) == len(free_ids) == self.free_queue.num_blocks, "The free queue miscounts its blocks.")
+        _require(
+            len(free) == len(free_ids) == self.free_queue.num_blocks, "The free queue miscounts its blocks."
+        )
         following: KVCacheBlock | None = None
         for block in free:
-            _require(following is None or block.previous is following, "The links of the free queue disagree.")
+            _require(
+                following is None or block.previous is following, "The links of the free queue disagree."
+            )
             following = block
         _require(NULL_BLOCK_ID not in free_ids, "The null block is in the free queue.")
-        _require(self.null_block.ref_count == 0 and self.null_block.block_hash is None, "The null block is in use.")
+        _require(
+            self.null_block.ref_count == 0 and self.null_block.block_hash is None, "The null block is in use."
+        )
         for block in self.blocks[1:]:
             users = expected_ref_counts.get(block.block_id, 0)
             _require(block.ref_count == users, f"{block!r} has {users} users.")
-            _require((block.block_id in free_ids) == (users == 0), f"{block!r} with {users} users is misplaced.")
+            _require(
+                (block.block_id in free_ids) == (users == 0), f"{block!r} with {users} users is misplaced."
+            )
             if block.block_hash is not None:
                 found = self._cached.get(block.block_hash, {}).get(block.block_id)
                 _require(found is block, f"{block!r} cannot be found under its hash.")
         hashed = sum(block.block_hash is not None for block in self.blocks)
-        _require(hashed == sum(map(len, self._cached.values())), "The prefix cache lists blocks that lost their hash.")
+        _require(
+            hashed == sum(map(len, self._cached.values())),
+            "The prefix cache lists blocks that lost their hash.",
+        )
         contradiction = self.continuations.contradiction()
         _require(not contradiction, contradiction)
 

@@ -16,9 +16,9 @@ BlocksPerGroup = tuple[list[KVCacheBlock], ...]
 class Prefix(NamedTuple):
     """What a request need not compute.
 
-    blocks: whole blocks of each group. num_tokens: in them, and in the beginnings of sources. sources: one for each
-    group, the block whose beginning is copied into the block after the whole ones, or None; empty where nothing is
-    copied.
+    blocks: whole blocks of each group. num_tokens: in them, and in the beginnings of sources. sources: one
+    for each group, the block whose beginning is copied into the block after the whole ones, or None; empty
+    where nothing is copied.
     """
 
     blocks: BlocksPerGroup
@@ -29,8 +29,8 @@ class Prefix(NamedTuple):
 class KVCacheCoordinator:
     """Asks all groups and makes their answers agree.
 
-    Block sizes may differ: tokens are hashed in pieces of hash_block_size, which divides all of them, and hits end
-    where blocks end in all groups, at multiples of ``alignment``.
+    Block sizes may differ: tokens are hashed in pieces of hash_block_size, which divides all of them, and
+    hits end where blocks end in all groups, at multiples of ``alignment``.
     """
 
     def __init__(self, groups: Sequence[SingleGroupManager]) -> None:
@@ -41,12 +41,16 @@ class KVCacheCoordinator:
             group.hashes_per_block = group.block_size // self.hash_block_size
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_num_tokens: int, groups: Sequence[SingleGroupManager] | None = None
+        self,
+        block_hashes: Sequence[bytes],
+        max_num_tokens: int,
+        groups: Sequence[SingleGroupManager] | None = None,
     ) -> tuple[BlocksPerGroup, int]:
-        """The longest prefix that every group, or each of ``groups``, can reuse: (its blocks, tokens in them).
+        """The longest prefix that every group, or each of ``groups``, can reuse:
+        (its blocks, tokens in them).
 
-        A shorter length may change what another group can offer (a window needs only the end of the prefix), so the
-        groups are asked again until the length no longer shrinks.
+        A shorter length may change what another group can offer (a window needs only the end of the prefix),
+        so the groups are asked again until the length no longer shrinks.
         """
         groups = self.groups if groups is None else groups
         length = max_num_tokens // self.alignment * self.alignment
@@ -63,7 +67,8 @@ class KVCacheCoordinator:
                 return tuple([] for _ in hits), 0
 
     def continue_prefix(self, request: Request, prefix: Prefix, *, with_planned: bool = False) -> Prefix:
-        """The prefix of whole blocks, and the tokens after it that every group has, mostly by copying a block.
+        """The prefix of whole blocks, and the tokens after it that every group has,
+        mostly by copying a block.
 
         Groups with smaller blocks share whole ones first. with_planned: see Continuations.best.
         """
@@ -88,9 +93,12 @@ class KVCacheCoordinator:
             sources.append(source)
         return Prefix(tuple(whole), most, tuple(sources))
 
-    def num_blocks_to_admit(self, request_id: str, num_slots: int, num_tokens: int, prefix: Prefix) -> list[int]:
-        """Free blocks of each pool that a waiting request needs: for its first step, with room for ``num_slots``
-        tokens, for the most that it holds until ``num_tokens`` tokens are computed, and for hits and sources that
+    def num_blocks_to_admit(
+        self, request_id: str, num_slots: int, num_tokens: int, prefix: Prefix
+    ) -> list[int]:
+        """Free blocks of each pool that a waiting request needs: for its first step, with room for
+        ``num_slots`` tokens, for the most that it holds until ``num_tokens`` tokens are computed, and for
+        hits and sources that
         are free."""
         needed = []
         sources = prefix.sources or [None] * len(self.groups)

@@ -16,8 +16,9 @@ from minivllm.request import Request
 
 
 class BlockTable:
-    """Blocks of one request in logical order; the first ``num_cached`` of them were offered to the prefix cache, and
-    the first ``num_dropped`` of them are null blocks, since no later token reads what was there."""
+    """Blocks of one request in logical order; the first ``num_cached`` of them were offered to the prefix
+    cache, and the first ``num_dropped`` of them are null blocks, since no later token reads what was
+    there."""
 
     __slots__ = ("blocks", "num_cached", "num_dropped")
 
@@ -28,12 +29,12 @@ class BlockTable:
 
 
 class SingleGroupManager(ABC):
-    """Tables of all requests for one group, over a pool of its own. Kinds of attention differ in what they can reuse
-    and what they may drop.
+    """Tables of all requests for one group, over a pool of its own.
+    Kinds of attention differ in what they can reuse and what they may drop.
 
-    num_blocks: of the pool, the null block included. name: for people. drops_blocks: whether drop_skipped_blocks ever
-    does anything. hashes_per_block: blocks are hashed in pieces that divide the block sizes of all groups; the last
-    piece of a block names it.
+    num_blocks: of the pool, the null block included. name: for people. drops_blocks: whether
+    drop_skipped_blocks ever does anything. hashes_per_block: blocks are hashed in pieces that divide the
+    block sizes of all groups; the last piece of a block names it.
     """
 
     drops_blocks = False
@@ -48,9 +49,11 @@ class SingleGroupManager(ABC):
         self.hashes_per_block = 1
 
     @abstractmethod
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
-        """Blocks that hold the longest reusable prefix of at most ``max_num_blocks`` blocks, null blocks where nothing
-        is read of it. Changes nothing."""
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_num_blocks: int
+    ) -> list[KVCacheBlock]:
+        """Blocks that hold the longest reusable prefix of at most ``max_num_blocks`` blocks, null blocks
+        where nothing is read of it. Changes nothing."""
 
     @abstractmethod
     def first_read(self, num_computed_tokens: int) -> int:
@@ -68,8 +71,8 @@ class SingleGroupManager(ABC):
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Replace blocks that no later token will read by the null block, and free them.
 
-        num_computed_tokens: what was computed for certain. Tokens in flight may count, drafts that can be rejected may
-        not.
+        num_computed_tokens: what was computed for certain.
+        Tokens in flight may count, drafts that can be rejected may not.
         """
         table = self.tables.get(request_id)
         if table is None:
@@ -82,14 +85,16 @@ class SingleGroupManager(ABC):
         table.num_dropped = end
 
     def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int = 0) -> int:
-        """Blocks to take from the pool so that ``num_tokens`` tokens fit; ``num_hits`` hits will be added before."""
+        """Blocks to take from the pool so that ``num_tokens`` tokens fit;
+        ``num_hits`` hits will be added before."""
         table = self.tables.get(request_id)
         held = num_hits if table is None else len(table.blocks) + num_hits
         missing = -(-num_tokens // self.block_size) - held
         return missing if missing > 0 else 0
 
     def num_missing_blocks(self, request_id: str, num_tokens: int, hits: Sequence[KVCacheBlock] = ()) -> int:
-        """Blocks by which a request will grow at most until ``num_tokens`` tokens are computed. ``hits``: as above."""
+        """Blocks by which a request will grow at most until ``num_tokens`` tokens are computed.
+        ``hits``: as above."""
         missing = self.num_new_blocks(request_id, num_tokens, len(hits))
         if not self.drops_blocks:
             return missing
@@ -126,17 +131,20 @@ class SingleGroupManager(ABC):
             table.num_cached = num_full_blocks
 
     def keep_pieces(self, request: Request, start: int, num_tokens: int, *, is_planned: bool) -> None:
-        """Let others find how a text goes on, in the blocks from place ``start`` on, up to ``num_tokens`` tokens.
-        is_planned: see Continuations."""
+        """Let others find how a text goes on, in the blocks from place ``start`` on, up to ``num_tokens``
+        tokens. is_planned: see Continuations."""
         size, blocks = self.block_size, self.tables[request.request_id].blocks
         for first in range(start * size, num_tokens, size):
             place, token_ids = first // size, request.all_token_ids[first : min(first + size, num_tokens)]
-            self.pool.keep_piece(self._parent(request, place), blocks[place], token_ids, is_planned=is_planned)
+            self.pool.keep_piece(
+                self._parent(request, place), blocks[place], token_ids, is_planned=is_planned
+            )
 
     def find_continuation(
         self, request: Request, num_cached: int, end: int, *, with_planned: bool = False
     ) -> tuple[list[KVCacheBlock], int]:
-        """What is cached of the tokens from ``num_cached``, where a block ends, to ``end``: (blocks, tokens in them).
+        """What is cached of the tokens from ``num_cached``, where a block ends, to ``end``:
+        (blocks, tokens in them).
 
         Of the last block only its first tokens may be those. with_planned: see Continuations.best.
         """
@@ -151,7 +159,9 @@ class SingleGroupManager(ABC):
             place += 1
         start = place * size
         token_ids = request.all_token_ids[start : min(start + size, end)]
-        found = self.pool.continuations.best(self._parent(request, place), token_ids, with_planned=with_planned)
+        found = self.pool.continuations.best(
+            self._parent(request, place), token_ids, with_planned=with_planned
+        )
         if found is None:
             return blocks, start - num_cached
         return [*blocks, self.pool.blocks[found[0]]], start - num_cached + found[1]
@@ -163,8 +173,8 @@ class SingleGroupManager(ABC):
         return beginning_name(before, block_extras(request, start, start + self.block_size))
 
     def withdraw(self, request_id: str, num_computed_tokens: int) -> None:
-        """Blocks are offered to the prefix cache when a step is planned. If a request leaves before its step was sent,
-        what lies beyond ``num_computed_tokens`` was never computed, and is not to be found."""
+        """Blocks are offered to the prefix cache when a step is planned. If a request leaves before its step
+        was sent, what lies beyond ``num_computed_tokens`` was never computed, and is not to be found."""
         table = self.tables.get(request_id)
         if table is not None:
             for block in table.blocks[num_computed_tokens // self.block_size :]:
@@ -199,9 +209,12 @@ class SingleGroupManager(ABC):
 
 
 class FullAttentionManager(SingleGroupManager):
-    """Every token reads all tokens before it: a hit is an unbroken run from the start, and nothing can be dropped."""
+    """Every token reads all tokens before it:
+    a hit is an unbroken run from the start, and nothing can be dropped."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_num_blocks: int
+    ) -> list[KVCacheBlock]:
         hits: list[KVCacheBlock] = []
         for name in self._names(block_hashes, max_num_blocks):
             block = self.pool.get_cached_block(name)
@@ -220,15 +233,17 @@ class FullAttentionManager(SingleGroupManager):
         while end <= len(names) and self.pool.get_cached_block(names[end - 1]) is not None:
             end *= 2
         start, end = end // 2, min(end - 1, len(names))
-        return start + bisect_left(names[start:end], True, key=lambda name: self.pool.get_cached_block(name) is None)
+        return start + bisect_left(
+            names[start:end], True, key=lambda name: self.pool.get_cached_block(name) is None
+        )
 
     def first_read(self, num_computed_tokens: int) -> int:
         return 0
 
 
 class LocalAttentionManager(SingleGroupManager):
-    """A token reads only what is near: blocks further back are dropped, and a hit needs only those that the token
-    behind it reads.
+    """A token reads only what is near:
+    blocks further back are dropped, and a hit needs only those that the token behind it reads.
 
     reach: window or chunk [tokens]. longest_chunk: tokens of one request that a step writes at most.
     """
@@ -243,9 +258,12 @@ class LocalAttentionManager(SingleGroupManager):
     def max_blocks(self, num_tokens: int) -> int:
         return max_blocks(num_tokens, self.block_size, self.reach, self.longest_chunk)
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_num_blocks: int
+    ) -> list[KVCacheBlock]:
         names = self._names(block_hashes, max_num_blocks)
-        # Right to left: where a block is missing, the hit ends before it, and what is behind it does not count.
+        # Right to left: where a block is missing, the hit ends before it,
+        # and what is behind it does not count.
         index = end = len(names)
         found: list[KVCacheBlock] = []
         while index > self.first_read(end * self.block_size) // self.block_size:
@@ -268,7 +286,8 @@ class SlidingWindowManager(LocalAttentionManager):
 
 
 class ChunkedAttentionManager(LocalAttentionManager):
-    """Sequences are cut into chunks of ``reach`` tokens, and a token reads those of its own chunk up to itself."""
+    """Sequences are cut into chunks of ``reach`` tokens,
+    and a token reads those of its own chunk up to itself."""
 
     name = "chunked attention"
 
@@ -279,8 +298,8 @@ class ChunkedAttentionManager(LocalAttentionManager):
 class StateTable(BlockTable):
     """blocks: the slot that the next step reads, where it writes another one, and the slot that it writes.
 
-    num_planned: tokens that are in that state when the last step that was planned is done. passing: the last snapshot
-    of this request that is of no use once there is a later one, and its name.
+    num_planned: tokens that are in that state when the last step that was planned is done. passing: the last
+    snapshot of this request that is of no use once there is a later one, and its name.
     """
 
     __slots__ = ("num_planned", "passing")
@@ -294,20 +313,23 @@ class StateTable(BlockTable):
 class StateManager(SingleGroupManager):
     """A request has one state, which every step overwrites: blocks are slots for whole states.
 
-    A state can be reused only where it was kept: a *snapshot* is a slot that is found under the hash of the last block
-    in front of it. Nothing is ever copied. A step reads one slot and writes one, mostly the same; to keep a snapshot,
-    the request goes on in another slot. A request without a past reads the null slot, which holds zeros, and one that
-    hits a snapshot reads that; both write a slot of their own. Snapshots that nobody reads lie in the free queue, and
-    what was kept longest ago is reused first.
+    A state can be reused only where it was kept: a *snapshot* is a slot that is found under the hash of the
+    last block in front of it. Nothing is ever copied. A step reads one slot and writes one, mostly the same;
+    to keep a snapshot, the request goes on in another slot. A request without a past reads the null slot,
+    which holds zeros, and one that hits a snapshot reads that; both write a slot of their own. Snapshots that
+    nobody reads lie in the free queue, and what was kept longest ago is reused first.
 
-    snapshots: hash and slot of those that are worth keeping elsewhere too; None unless somebody asks for them.
+    snapshots: hash and slot of those that are worth keeping elsewhere too;
+    None unless somebody asks for them.
     """
 
     drops_blocks = True
     name = "state"
     snapshots: list[tuple[bytes, KVCacheBlock]] | None = None
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_num_blocks: int
+    ) -> list[KVCacheBlock]:
         names = self._names(block_hashes, max_num_blocks)
         for index in reversed(range(len(names))):
             block = self.pool.get_cached_block(names[index])
@@ -332,11 +354,15 @@ class StateManager(SingleGroupManager):
     def keep_snapshot(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int, *, is_passing: bool
     ) -> None:
-        """Let others find the state after so many tokens, where a block ends and they are all computed and hashed.
+        """Let others find the state after so many tokens,
+        where a block ends and they are all computed and hashed.
 
         is_passing: the next snapshot of this request replaces it, unless somebody reads it.
         """
-        table, last = self.tables[request_id], num_computed_tokens // self.block_size * self.hashes_per_block - 1
+        table, last = (
+            self.tables[request_id],
+            num_computed_tokens // self.block_size * self.hashes_per_block - 1,
+        )
         if num_computed_tokens % self.block_size or table.num_planned != num_computed_tokens:
             return
         if not 0 <= last < len(block_hashes) or self.pool.num_free_blocks == 0:
@@ -354,7 +380,8 @@ class StateManager(SingleGroupManager):
             self.snapshots.append((name, slot))
 
     def take_snapshots(self) -> list[tuple[bytes, KVCacheBlock]]:
-        """Those since the last call. What a step writes that is planned after the call may be in their slots."""
+        """Those since the last call. What a step writes that is planned after the call may be in their
+        slots."""
         if not self.snapshots:
             return []
         taken, self.snapshots = self.snapshots, []
@@ -364,8 +391,8 @@ class StateManager(SingleGroupManager):
         """A state is offered only once it is computed."""
 
     def free(self, request_id: str) -> None:
-        """The last passing snapshot has no successor: it is the one from which the request, or its next turn, goes
-        on."""
+        """The last passing snapshot has no successor:
+        it is the one from which the request, or its next turn, goes on."""
         table = self.tables.get(request_id)
         if table is not None and table.passing is not None and self.snapshots is not None:
             slot, name = table.passing

@@ -32,11 +32,12 @@ AWAITED_COPIES = 4
 class KVCacheManager:
     """Block tables of all requests, over a pool of blocks for each KV group.
 
-    groups: those of the model; ``FullAttentionManager(num_blocks, block_size)`` alone for most. max_model_len: tokens
-    of the longest request. min_copied_tokens: the block in which a prefix ends is copied for so many tokens of it or
-    more; None for whole blocks only. States end where blocks do, so layers that keep one have whole blocks only, too.
-    prefix_cache_queried_tokens, prefix_cache_hit_tokens: counted once per request, when it is first admitted.
-    prefix_cache_copied_tokens: those of the latter that are not in whole blocks.
+    groups: those of the model; ``FullAttentionManager(num_blocks, block_size)`` alone for most.
+    max_model_len: tokens of the longest request. min_copied_tokens: the block in which a prefix ends is
+    copied for so many tokens of it or more; None for whole blocks only. States end where blocks do, so layers
+    that keep one have whole blocks only, too. prefix_cache_queried_tokens, prefix_cache_hit_tokens: counted
+    once per request, when it is first admitted. prefix_cache_copied_tokens: those of the latter that are not
+    in whole blocks.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class KVCacheManager:
     def cut_chunk(self, request: Request, num_computed: int, num_new: int) -> int:
         """How many of the next ``num_new`` tokens to compute in one step.
 
-        Where layers keep states, a step ends at the end of a block if it can: at the last one of the known tokens, and
-        where the request leaves a prefix that only its states are missing of. There a snapshot is kept.
+        Where layers keep states, a step ends at the end of a block if it can: at the last one of the known
+        tokens, and where the request leaves a prefix that only its states are missing of. There a snapshot is
+        kept.
         """
         if not self._states or not self.enable_prefix_caching:
             return num_new
@@ -125,11 +127,13 @@ class KVCacheManager:
         return end - num_computed if end > num_computed else num_new
 
     def num_missing_blocks(self, request: Request) -> list[int]:
-        """Blocks of each group by which a running request will grow at most until all known tokens are computed."""
+        """Blocks of each group by which a running request will grow at most until all known tokens are
+        computed."""
         return [group.num_missing_blocks(request.request_id, request.num_tokens) for group in self._groups]
 
     def get_computed_blocks(self, request: Request) -> tuple[BlocksPerGroup, int]:
-        """The longest cached prefix of a waiting request: (blocks per group, tokens in them). Changes no block.
+        """The longest cached prefix of a waiting request: (blocks per group, tokens in them).
+        Changes no block.
 
         Whole blocks only, of the tokens that may be reused.
         """
@@ -139,12 +143,14 @@ class KVCacheManager:
         hashes, longest = request.block_hashes, request.num_reusable_tokens
         hits, num_tokens = self._coordinator.find_longest_cache_hit(hashes, longest)
         if self._states:
-            request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[1]
+            request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[
+                1
+            ]
         return hits, num_tokens
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens in the blocks that get_computed_blocks would return, by few look-ups where all layers attend to the
-        whole prefix, as in most models."""
+        """Tokens in the blocks that get_computed_blocks would return, by few look-ups where all layers attend
+        to the whole prefix, as in most models."""
         if not self.enable_prefix_caching or request.skips_prefix_cache:
             return 0
         extend_block_hashes(request, self.hash_block_size)
@@ -159,8 +165,8 @@ class KVCacheManager:
     def continue_prefix(self, request: Request, hits: BlocksPerGroup, num_tokens: int) -> Prefix:
         """The prefix that get_computed_blocks returned, and the tokens after it that a copy of a block gives.
 
-        Copies are made before anything else in a step writes into the cache, and steps run in order. So the block that
-        is copied is safe once this step is planned, and may be anything's meanwhile.
+        Copies are made before anything else in a step writes into the cache, and steps run in order. So the
+        block that is copied is safe once this step is planned, and may be anything's meanwhile.
         """
         prefix = Prefix(hits, num_tokens)
         if not self._copies_blocks or request.skips_prefix_cache:
@@ -168,9 +174,11 @@ class KVCacheManager:
         return self._coordinator.continue_prefix(request, prefix)
 
     def is_worth_waiting(self, request: Request, hits: BlocksPerGroup, prefix: Prefix) -> bool:
-        """Whether the step that is being planned computes tokens that the request could copy in the next one, instead
-        of computing them beside it. prefix: as continue_prefix has found it, after these hits."""
-        if request.skips_prefix_cache or not any(group.pool.continuations.is_planning for group in self._groups):
+        """Whether the step that is being planned computes tokens that the request could copy in the next one,
+        instead of computing them beside it. prefix: as continue_prefix has found it, after these hits."""
+        if request.skips_prefix_cache or not any(
+            group.pool.continuations.is_planning for group in self._groups
+        ):
             return False
         num_tokens = prefix.num_tokens // self._coordinator.alignment * self._coordinator.alignment
         later = self._coordinator.continue_prefix(request, Prefix(hits, num_tokens), with_planned=True)
@@ -203,7 +211,8 @@ class KVCacheManager:
     ) -> BlockIds | None:
         """Make room for the next ``num_new_tokens`` tokens of a request.
 
-        A request that is admitted gets no block unless all its known tokens could have theirs, besides the reserved.
+        A request that is admitted gets no block unless all its known tokens could have theirs,
+        besides the reserved.
 
         num_new_computed_tokens: tokens that need no computation, from the prefix cache or a connector.
         new_computed_blocks: what get_computed_blocks returned; given exactly when the request is admitted.
@@ -211,8 +220,8 @@ class KVCacheManager:
         delay_caching: the contents arrive later; call cache_blocks when they are there.
         num_reserved_blocks: free blocks of each pool that others will need.
         sources: see Prefix.
-        Returns ids of the new blocks per group (hits not included), or None if a pool has no room. Then nothing has
-        changed, but that blocks which the request no longer reads are free.
+        Returns ids of the new blocks per group (hits not included), or None if a pool has no room. Then
+        nothing has changed, but that blocks which the request no longer reads are free.
         """
         request_id = request.request_id
         num_computed = request.num_computed_tokens + num_new_computed_tokens
@@ -237,7 +246,9 @@ class KVCacheManager:
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
         new_block_ids = self.no_block_ids
         if any(counts):  # always where something is copied: the copy is one of the new blocks
-            new_block_ids = tuple(group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts))
+            new_block_ids = tuple(
+                group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts)
+            )
         for group, source in zip(self._groups, sources):
             if source is not None:
                 group.pool.free_blocks([source])
@@ -264,8 +275,9 @@ class KVCacheManager:
         return min(size * len(table.blocks) for size, table in tables) - 1
 
     def _keep_snapshots(self, request: Request, num_computed: int) -> None:
-        """Keep the states after so many tokens, if a block ends there. Those near the end of the prompt, and where a
-        prefix was left, may serve others; that at the end of the answer so far serves the next turn."""
+        """Keep the states after so many tokens, if a block ends there. Those near the end of the prompt, and
+        where a prefix was left, may serve others; that at the end of the answer so far serves the next
+        turn."""
         if not self.enable_prefix_caching or num_computed % self._coordinator.alignment:
             return
         extend_block_hashes(request, self.hash_block_size)
@@ -283,10 +295,13 @@ class KVCacheManager:
         return True
 
     def cache_blocks(self, request: Request, num_tokens: int, *, is_planned: bool = True) -> None:
-        """Let others find the full blocks among the first ``num_tokens`` tokens of a request. is_planned: some of them
-        are computed by the step that is being planned."""
+        """Let others find the full blocks among the first ``num_tokens`` tokens of a request. is_planned:
+        some of them are computed by the step that is being planned."""
         for group in self._attending:
-            start, num_full_blocks = group.tables[request.request_id].num_cached, num_tokens // group.block_size
+            start, num_full_blocks = (
+                group.tables[request.request_id].num_cached,
+                num_tokens // group.block_size,
+            )
             if num_full_blocks > start:
                 extend_block_hashes(request, self.hash_block_size)
                 if self._newly_full is not None and group is self._groups[0]:
@@ -297,12 +312,14 @@ class KVCacheManager:
                     group.keep_pieces(request, start, end, is_planned=is_planned)
 
     def _keep_tails(self, request: Request, num_tokens: int, *, is_planned: bool) -> None:
-        """Let others find the beginnings of blocks in which the first ``num_tokens`` tokens of a request end."""
+        """Let others find the beginnings of blocks in which the first ``num_tokens`` tokens of a request
+        end."""
         extend_block_hashes(request, self.hash_block_size)
         for group in self._attending:
             group.keep_pieces(request, num_tokens // group.block_size, num_tokens, is_planned=is_planned)
 
-    # -- blocks that travel ----------------------------------------------------------------------------------------
+    # -- blocks that travel
+    # ----------------------------------------------------------------------------------------
 
     def watch_full_blocks(self) -> None:
         """Let take_full_blocks know of every block and snapshot from now on."""
@@ -311,8 +328,8 @@ class KVCacheManager:
             group.snapshots = []
 
     def take_full_blocks(self) -> list[FullBlock]:
-        """What came up since the last call: blocks that became full, of requests that still have them, and snapshots,
-        which no step writes into that was planned before the call."""
+        """What came up since the last call: blocks that became full, of requests that still have them, and
+        snapshots, which no step writes into that was planned before the call."""
         found = []
         for place, group in enumerate(self._groups):
             for name, slot in group.take_snapshots() if isinstance(group, StateManager) else ():
@@ -333,11 +350,12 @@ class KVCacheManager:
                     found.append(FullBlock(request.block_hashes[place], tuple(block_ids)))
         return found
 
-    # -- the end, and a look inside --------------------------------------------------------------------------------
+    # -- the end, and a look inside
+    # --------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
-        """Give up the blocks of a request that finished or is preempted, whose ``num_computed_tokens`` must still say
-        how much was computed; unknown requests are ignored."""
+        """Give up the blocks of a request that finished or is preempted, whose ``num_computed_tokens`` must
+        still say how much was computed; unknown requests are ignored."""
         if self._states and request.request_id in self._states[0].tables:
             self._keep_snapshots(request, request.num_computed_tokens)
         for group in self._groups:
@@ -359,16 +377,23 @@ class KVCacheManager:
             return False
         return all([pool.reset_prefix_cache() for pool in self.pools])
 
-    def check_integrity(self, running_requests: Iterable[Request], held: Iterable[BlocksPerGroup] = ()) -> None:
-        """Check that exactly the running requests hold blocks, enough of them, and that the pools agree; held: blocks
-        that are taken besides. For tests, between steps. Raises RuntimeError that says what is wrong."""
+    def check_integrity(
+        self, running_requests: Iterable[Request], held: Iterable[BlocksPerGroup] = ()
+    ) -> None:
+        """Check that exactly the running requests hold blocks, enough of them, and that the pools agree;
+        held: blocks that are taken besides. For tests, between steps. Raises RuntimeError that says what is
+        wrong."""
         running = {request.request_id: request for request in running_requests}
         held_besides = list(held)
         for place, group in enumerate(self._groups):
             if group.tables.keys() != running.keys():
                 differing = sorted(group.tables.keys() ^ running.keys())
-                raise RuntimeError(f"KV cache integrity: block tables and running requests differ in {differing}.")
-            users: Counter[int] = Counter(block.block_id for blocks in held_besides for block in blocks[place])
+                raise RuntimeError(
+                    f"KV cache integrity: block tables and running requests differ in {differing}."
+                )
+            users: Counter[int] = Counter(
+                block.block_id for blocks in held_besides for block in blocks[place]
+            )
             del users[NULL_BLOCK_ID]
             for request_id, table in group.tables.items():
                 num_computed = running[request_id].num_computed_tokens
@@ -380,8 +405,9 @@ class KVCacheManager:
             group.pool.check_integrity(users)
 
     def _admit(self, request: Request, prefix: Prefix) -> None:
-        # All hits leave the free queue before any new block is taken from it: a new block must not evict a hit. What is
-        # copied leaves it until the new blocks are taken, so that no block is to be copied into itself.
+        # All hits leave the free queue before any new block is taken from it: a new block must not evict a
+        # hit. What is copied leaves it until the new blocks are taken, so that no block is to be copied into
+        # itself.
         for group, blocks in zip(self._groups, prefix.blocks):
             group.pool.touch(blocks)
             group.add_hits(request.request_id, blocks)
@@ -390,4 +416,6 @@ class KVCacheManager:
         if self.enable_prefix_caching and request.num_preemptions == 0 and not request.skips_prefix_cache:
             self.prefix_cache_queried_tokens += request.num_tokens
             self.prefix_cache_hit_tokens += prefix.num_tokens
-            self.prefix_cache_copied_tokens += prefix.num_tokens % self._coordinator.alignment if prefix.sources else 0
+            self.prefix_cache_copied_tokens += (
+                prefix.num_tokens % self._coordinator.alignment if prefix.sources else 0
+            )

@@ -1,8 +1,9 @@
 """What a KV group is.
 
-Layers that keep a token equally long form a group. Full attention keeps all tokens; a sliding window forgets those that
-fell out of it; chunked local attention forgets the chunks before the current one; layers with a state keep one of fixed
-size for a request, in a slot: their blocks are slots. Each group has a pool of blocks of
+Layers that keep a token equally long form a group. Full attention keeps all tokens; a sliding window forgets
+those that fell out of it; chunked local attention forgets the chunks before the current one; layers with a
+state keep one of fixed size for a request, in a slot: their blocks are slots. Each group has a pool of blocks
+of
 its own, so that a block of one kind never waits for memory in the shape of another.
 """
 
@@ -23,9 +24,9 @@ SLOTS_PER_REQUEST = 2
 class GroupSpec:
     """Layers whose keys and values live and die together.
 
-    reach: sliding window or chunk [tokens], None for others. layers: their places in the model. block_size [tokens]:
-    states can be found again where a block would end. block_bytes: one block, or slot, over all these layers.
-    num_blocks: of the pool, the null block included; 0 before memory is shared out.
+    reach: sliding window or chunk [tokens], None for others. layers: their places in the model. block_size
+    [tokens]: states can be found again where a block would end. block_bytes: one block, or slot, over all
+    these layers. num_blocks: of the pool, the null block included; 0 before memory is shared out.
     """
 
     kind: GroupKind
@@ -54,7 +55,11 @@ def one_group(num_layers: int, block_size: int, block_bytes: int = 0, num_blocks
     """All layers keep everything, whatever they read of it."""
     layers = tuple(range(num_layers))
     return GroupSpec(
-        kind="full attention", layers=layers, block_size=block_size, block_bytes=block_bytes, num_blocks=num_blocks
+        kind="full attention",
+        layers=layers,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
     )
 
 
@@ -63,7 +68,8 @@ def max_blocks(num_tokens: int, block_size: int, reach: int | None, longest_chun
     all_blocks = -(-num_tokens // block_size)
     if reach is None:
         return all_blocks
-    # What the first token of a chunk sees besides itself, and the chunk: so many positions in a row, from any place on.
+    # What the first token of a chunk sees besides itself, and the chunk:
+    # so many positions in a row, from any place on.
     span = reach - 1 + longest_chunk
     return min(all_blocks, (span + block_size - 2) // block_size + 1)
 

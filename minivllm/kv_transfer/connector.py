@@ -1,12 +1,13 @@
 """A connector: a place besides the KV cache where keys and values are kept (vLLM V1's KV connector).
 
-It has two sides. The scheduler's side knows which blocks can be loaded, and decides in each step which ones travel. The
-worker's side moves them. A block is named by its hash, which covers all tokens up to its end, the cache salt and the
-contents of the adapter. So equal names mean equal contents.
+It has two sides. The scheduler's side knows which blocks can be loaded, and decides in each step which ones
+travel. The worker's side moves them. A block is named by its hash, which covers all tokens up to its end, the
+cache salt and the contents of the adapter. So equal names mean equal contents.
 
-Two things are simpler than in vLLM. A load always ends before its request is scheduled, so its failure is known before
-anything is computed from it; there are no hooks around single layers, and no CUDA graph has to make way. And a load
-fills blocks of the prefix cache, not of a request: the request is admitted later, like any whose beginning is cached.
+Two things are simpler than in vLLM. A load always ends before its request is scheduled, so its failure is
+known before anything is computed from it; there are no hooks around single layers, and no CUDA graph has to
+make way. And a load fills blocks of the prefix cache, not of a request: the request is admitted later, like
+any whose beginning is cached.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 @dataclass(frozen=True, kw_only=True)
 class TransferContext:
-    """Arguments to make both sides. options: of the connector's type. groups: the KV groups with their pools; blocks
-    of all of them hold equally many tokens, so one hash names one block in each.
+    """Arguments to make both sides. options: of the connector's type. groups: the KV groups with their pools;
+    blocks of all of them hold equally many tokens, so one hash names one block in each.
 
-    num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all layers that
-    attend and all ranks, whose parts may differ; state_bytes: of a state, 0 where no layer keeps one. rank: of this
-    worker; the scheduler's side has none and takes 0.
+    num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all
+    layers that attend and all ranks, whose parts may differ; state_bytes: of a state, 0 where no layer keeps
+    one. rank: of this worker; the scheduler's side has none and takes 0.
     """
 
     config: KVTransferConfig
@@ -60,10 +61,11 @@ class TransferContext:
 
 
 class KVConnectorScheduler:
-    """The scheduler's side. As it stands it holds nothing, which is the default connector: no step costs anything.
+    """The scheduler's side. As it stands it holds nothing, which is the default connector:
+    no step costs anything.
 
-    tier: its name among the metrics. block_bytes: of one block over all layers and ranks. num_ranks: workers that
-    report each transfer. num_saved_blocks: since the start.
+    tier: its name among the metrics. block_bytes: of one block over all layers and ranks. num_ranks: workers
+    that report each transfer. num_saved_blocks: since the start.
     """
 
     is_connected = False
@@ -81,10 +83,11 @@ class KVConnectorScheduler:
         """Set the function to call, from any thread, when such an answer is there."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens to be had beyond the ``num_computed_tokens`` found in the prefix cache, whole blocks; None: not known
-        yet, ask again in the next step. Changes nothing that is held, and never waits.
+        """Tokens to be had beyond the ``num_computed_tokens`` found in the prefix cache, whole blocks; None:
+        not known yet, ask again in the next step. Changes nothing that is held, and never waits.
 
-        What lies beyond the last whole block of ``num_tokens - 1`` tokens is not taken: one must run to give logits.
+        What lies beyond the last whole block of ``num_tokens - 1`` tokens is not taken:
+        one must run to give logits.
         """
         return 0
 
@@ -92,7 +95,8 @@ class KVConnectorScheduler:
         """A load begins with the next metadata: ``load.keys`` into ``load.block_ids``."""
 
     def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
-        """Called once at the end of every schedule. full_blocks: hold what they should when that step is computed."""
+        """Called once at the end of every schedule.
+        full_blocks: hold what they should when that step is computed."""
         return None
 
     def merge(self, output: KVConnectorOutput) -> KVConnectorOutput:
@@ -112,8 +116,8 @@ class KVConnectorScheduler:
         return [(0, len(load.keys))]
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
-        """A request ends, whatever the reason. True: its blocks are still read, so they are held until its id is among
-        ``finished_sending``."""
+        """A request ends, whatever the reason.
+        True: its blocks are still read, so they are held until its id is among ``finished_sending``."""
         return False
 
     def reset_cache(self) -> None:
@@ -128,11 +132,13 @@ class KVConnectorScheduler:
 
 
 class BlockStore(KVConnectorScheduler, ABC):
-    """The scheduler's side of a connector that keeps blocks by their hashes. A subclass says what it ``holds``.
+    """The scheduler's side of a connector that keeps blocks by their hashes.
+    A subclass says what it ``holds``.
 
-    A hit is an unbroken run of blocks, each with the layers of all KV groups that attend. Windows would do with the
-    last ones; but a block that is full has all of its groups at that moment, and a prompt that ends earlier needs other
-    ones. Where layers keep states, it ends where the store has the state too, which is kept under a name of its own.
+    A hit is an unbroken run of blocks, each with the layers of all KV groups that attend. Windows would do
+    with the last ones; but a block that is full has all of its groups at that moment, and a prompt that ends
+    earlier needs other ones. Where layers keep states, it ends where the store has the state too, which is
+    kept under a name of its own.
     """
 
     is_connected = True
@@ -153,8 +159,8 @@ class BlockStore(KVConnectorScheduler, ABC):
         return []
 
     def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
-        """Which of the blocks that became full, or of the snapshots, are saved; all of them, unless a subclass knows
-        better. One call has only blocks, or only snapshots."""
+        """Which of the blocks that became full, or of the snapshots, are saved; all of them, unless a
+        subclass knows better. One call has only blocks, or only snapshots."""
         return [transfer_of(block) for block in blocks]
 
     def new_weights(self, fingerprint: str) -> None:
@@ -183,8 +189,8 @@ class BlockStore(KVConnectorScheduler, ABC):
         return None
 
     def failed(self, load: Load, num_valid_blocks: int) -> list[bytes]:
-        """Keys that a load did not get: that of the first failed block, and if no block came, also that of the state,
-        which was asked for first."""
+        """Keys that a load did not get: that of the first failed block, and if no block came, also that of
+        the state, which was asked for first."""
         state = None if num_valid_blocks else self.state_of(load)
         return load.keys[num_valid_blocks : num_valid_blocks + 1] + ([] if state is None else [state])
 
@@ -199,7 +205,9 @@ class BlockStore(KVConnectorScheduler, ABC):
                 for kind, own in zip(kinds, block_ids)
             )
         self._loads.append(
-            BlockTransfer(keys=keys, block_ids=block_ids, where=self.where(keys), transfer_id=load.transfer_id)
+            BlockTransfer(
+                keys=keys, block_ids=block_ids, where=self.where(keys), transfer_id=load.transfer_id
+            )
         )
 
     def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
@@ -216,17 +224,20 @@ class BlockStore(KVConnectorScheduler, ABC):
 
 def transfer_of(block: FullBlock, targets: Sequence[int] = ()) -> BlockTransfer:
     """A single block, to be saved. targets: see BlockTransfer.where."""
-    return BlockTransfer(keys=[block.key], block_ids=tuple([one] for one in block.block_ids), where=list(targets))
+    return BlockTransfer(
+        keys=[block.key], block_ids=tuple([one] for one in block.block_ids), where=list(targets)
+    )
 
 
 class KVConnector:
     """Base class of connectors: a subclass names both sides and the type of the options.
 
-    scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
-    entries of kv_connector_extra_config. outlives_engine: another process can load the saved blocks.
-    moves_parts: several workers go with it, each with its own part of a block; they must not take one another's.
-    moves_states: what it keeps may be blocks or states, which have another size.
-    takes_new_weights: both sides have a ``new_weights`` that keeps what was saved from being found with other weights.
+    scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker.
+    Options: entries of kv_connector_extra_config. outlives_engine: another process can load the saved blocks.
+    moves_parts: several workers go with it, each with its own part of a block; they must not take one
+    another's. moves_states: what it keeps may be blocks or states, which have another size.
+    takes_new_weights: both sides have a ``new_weights`` that keeps what was saved from being found with other
+    weights.
     """
 
     Options: type[msgspec.Struct] = msgspec.defstruct("Options", [], forbid_unknown_fields=True)
@@ -247,7 +258,8 @@ class KVConnector:
         """Raise ConfigError for more workers than this connector can serve."""
         if num_ranks > 1 and not cls.moves_parts:
             raise ConfigError(
-                f"{config.kv_connector} moves the blocks of a single worker, but there are {num_ranks}: use one worker."
+                f"{config.kv_connector} moves the blocks of a single worker, but there are {num_ranks}: use "
+                "one worker."
             )
 
     @classmethod
@@ -255,7 +267,8 @@ class KVConnector:
         """Raise ConfigError if this connector cannot serve a model whose layers keep states."""
         if not cls.moves_states:
             raise ConfigError(
-                f"{config.kv_connector} moves blocks of keys and values, but layers of this model keep a state, and "
+                f"{config.kv_connector} moves blocks of keys and values, but layers of this model keep a "
+                "state, and "
                 "without it those would be of no use: use another connector, such as OffloadingConnector."
             )
 
@@ -264,13 +277,15 @@ class KVConnector:
         """Raise RequestError if this connector belongs to the weights that the engine was started with."""
         if not cls.takes_new_weights:
             raise RequestError(
-                f"New weights do not go with {config.kv_connector}, whose blocks are known as those of the weights "
+                f"New weights do not go with {config.kv_connector}, whose blocks are known as those of the "
+                "weights "
                 "that the engine was started with: start another engine."
             )
 
     @classmethod
     def needs_fingerprint(cls, config: KVTransferConfig) -> bool:
-        """True if saved blocks must be kept apart from those of other models, by KVTransferConfig.fingerprint."""
+        """True if saved blocks must be kept apart from those of other models,
+        by KVTransferConfig.fingerprint."""
         return cls.outlives_engine
 
     @classmethod
@@ -281,7 +296,8 @@ class KVConnector:
         except msgspec.ValidationError as error:
             known = ", ".join(cls.Options.__struct_fields__) or "nothing"
             raise ConfigError(
-                f"kv_transfer_config['kv_connector_extra_config'] does not fit {config.kv_connector}: {error}. It may "
+                f"kv_transfer_config['kv_connector_extra_config'] does not fit {config.kv_connector}: "
+                f"{error}. It may "
                 f"hold: {known}."
             ) from None
 
@@ -291,7 +307,8 @@ def load_connector(config: KVTransferConfig) -> type[KVConnector]:
     found = CONNECTORS.load(config.kv_connector)
     if not isinstance(found, type) or not issubclass(found, KVConnector):
         raise ConfigError(
-            f"kv_transfer_config['kv_connector'] {config.kv_connector!r} must be a subclass of minivllm.KVConnector "
+            f"kv_transfer_config['kv_connector'] {config.kv_connector!r} must be a subclass of "
+            "minivllm.KVConnector "
             "(the class)."
         )
     found.check(config)
@@ -299,14 +316,19 @@ def load_connector(config: KVTransferConfig) -> type[KVConnector]:
 
 
 def make_context(
-    config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: Sequence[int], num_ranks: int = 1, rank: int = 0
+    config: KVTransferConfig,
+    groups: Sequence[GroupSpec],
+    block_bytes: Sequence[int],
+    num_ranks: int = 1,
+    rank: int = 0,
 ) -> TransferContext:
-    """See TransferContext. block_bytes: of each group, over all ranks. Raises ConfigError for KV groups whose blocks
-    cannot travel together."""
+    """See TransferContext. block_bytes: of each group, over all ranks.
+    Raises ConfigError for KV groups whose blocks cannot travel together."""
     if len({group.block_size for group in groups}) > 1:
         kinds = ", ".join(f"{group.name} in blocks of {group.block_size}" for group in groups)
         raise ConfigError(
-            f"kv_transfer_config needs keys and values in blocks of one size, but this model keeps {kinds}: leave it "
+            f"kv_transfer_config needs keys and values in blocks of one size, but this model keeps {kinds}: "
+            "leave it "
             "out for this model."
         )
     of_states = sum(size for group, size in zip(groups, block_bytes) if group.kind == "state")
@@ -332,10 +354,13 @@ def side_context(context: TransferContext, config: KVTransferConfig) -> Transfer
 
 
 def make_scheduler_side(
-    config: KVTransferConfig | None, groups: Sequence[GroupSpec], block_bytes: Sequence[int], num_ranks: int = 1
+    config: KVTransferConfig | None,
+    groups: Sequence[GroupSpec],
+    block_bytes: Sequence[int],
+    num_ranks: int = 1,
 ) -> KVConnectorScheduler:
-    """The connector that the settings name, or the one that holds nothing. block_bytes: of each group, over all ranks.
-    Raises ConfigError."""
+    """The connector that the settings name, or the one that holds nothing.
+    block_bytes: of each group, over all ranks. Raises ConfigError."""
     if config is None:
         return KVConnectorScheduler()
     side = load_connector(config).scheduler_side(make_context(config, groups, block_bytes, num_ranks))

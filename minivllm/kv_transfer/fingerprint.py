@@ -1,8 +1,10 @@
-"""One digest of all that decides the contents of a block besides its hash: blocks of other models are never loaded.
+"""One digest of all that decides the contents of a block besides its hash:
+blocks of other models are never loaded.
 
-Files are hashed whole: fine-tuned weights may differ from the original in few places, which samples of the bytes would
-miss. It is done once. The digest of a file is remembered with its inode, size and times; the time of the last change
-of the inode is the kernel's, so a writer cannot restore it. Files that changed a moment ago
+Files are hashed whole: fine-tuned weights may differ from the original in few places, which samples of the
+bytes would miss. It is done once. The digest of a file is remembered with its inode, size and times; the time
+of the last change of the inode is the kernel's, so a writer cannot restore it. Files that changed a moment
+ago
 are not remembered: what is written within the same tick of the clock would not show.
 """
 
@@ -29,8 +31,8 @@ LARGE_BYTES = 2**28
 
 
 def fingerprint(settings: str, model_path: str) -> str:
-    """Hex digest of a digest of settings and of a model's files, contents and all: a .gguf file, or those of a
-    directory. The names of the files do not count, so that a copy elsewhere has the same fingerprint.
+    """Hex digest of a digest of settings and of a model's files, contents and all: a .gguf file, or those of
+    a directory. The names of the files do not count, so that a copy elsewhere has the same fingerprint.
 
     Raises ModelError if they cannot be read.
     """
@@ -82,7 +84,8 @@ class _KnownDigests:
         return digest
 
     def save(self) -> None:
-        """Keep what is new, for the next start; others may do so at the same time, and the last one counts."""
+        """Keep what is new, for the next start;
+        others may do so at the same time, and the last one counts."""
         if not self._is_new:
             return
         entries = dict(list(self._entries.items())[-MAX_REMEMBERED:])

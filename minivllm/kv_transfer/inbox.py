@@ -14,9 +14,9 @@ class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a connector's worker side on finished transfers. rank: of the worker. A transfer is over
     when every rank has reported it. part: which of several connectors reports.
 
-    finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one on, hold
-    what they should; from here on nothing writes into any of them. finished_sending: requests that have ended, of whose
-    blocks nothing is read any longer.
+    finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one
+    on, hold what they should; from here on nothing writes into any of them. finished_sending: requests that
+    have ended, of whose blocks nothing is read any longer.
     """
 
     rank: int = 0
@@ -26,7 +26,8 @@ class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferInbox:
-    """Written by the workers' threads, read by the thread that drives the core. wake: called after every report."""
+    """Written by the workers' threads, read by the thread that drives the core.
+    wake: called after every report."""
 
     def __init__(self) -> None:
         self._reports: SimpleQueue[KVConnectorOutput] = SimpleQueue()

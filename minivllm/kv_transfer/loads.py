@@ -10,14 +10,20 @@ from minivllm.request import Request
 
 
 class Load:
-    """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
-    hits: those blocks before them that the request reads after the load, kept from eviction meanwhile. valid: rank ->
-    how many of the first blocks hold what they should, as far as that worker has reported. begun: time.monotonic()."""
+    """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is
+    read. hits: those blocks before them that the request reads after the load, kept from eviction meanwhile.
+    valid: rank -> how many of the first blocks hold what they should, as far as that worker has reported.
+    begun: time.monotonic()."""
 
     __slots__ = ("begun", "blocks", "hits", "keys", "request", "transfer_id", "valid")
 
     def __init__(
-        self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
+        self,
+        transfer_id: str,
+        request: Request,
+        keys: list[bytes],
+        hits: BlocksPerGroup,
+        blocks: BlocksPerGroup,
     ) -> None:
         self.transfer_id = transfer_id
         self.request = request

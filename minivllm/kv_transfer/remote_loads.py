@@ -1,8 +1,9 @@
 """Loads under way: the blocks that they fill, and the requests that wait for them.
 
-The blocks of a load are its own until it has ended, whatever becomes of the request: freed earlier, they could be
-written into when they are another request's already. They are found under their hashes only once they are known to hold
-what they should, so a block that may turn out to be bad is never shared. Then they become part of the prefix
+The blocks of a load are its own until it has ended, whatever becomes of the request: freed earlier, they
+could be written into when they are another request's already. They are found under their hashes only once
+they are known to hold what they should, so a block that may turn out to be bad is never shared. Then they
+become part of the prefix
 cache. The request comes back to the head of the queue, and is admitted like any whose beginning is cached.
 """
 
@@ -16,7 +17,13 @@ from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.loads import Load
-from minivllm.kv_transfer.taken_blocks import give_back, hold, num_missing_behind, read_after_load, take_for_load
+from minivllm.kv_transfer.taken_blocks import (
+    give_back,
+    hold,
+    num_missing_behind,
+    read_after_load,
+    take_for_load,
+)
 from minivllm.messages import KVTransferStats
 from minivllm.request import Request
 
@@ -61,8 +68,9 @@ class RemoteLoads:
         return len(self._loads) + len(self._sending)
 
     def num_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
-        """Tokens that a load would bring, in whole blocks; None: the connector cannot say yet. It is asked for requests
-        that may reuse all but their last token, since a state that it has may lie further on than others may."""
+        """Tokens that a load would bring, in whole blocks; None: the connector cannot say yet. It is asked
+        for requests that may reuse all but their last token, since a state that it has may lie further on
+        than others may."""
         if request.load_failed or request.num_reusable_tokens < request.num_tokens - 1:
             return 0
         count = self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
@@ -72,10 +80,15 @@ class RemoteLoads:
         return min(count, request.num_tokens - 1 - num_hit_tokens) // size * size
 
     def begin(
-        self, request: Request, hits: BlocksPerGroup, num_hit_tokens: int, num_tokens: int, reserved: list[int]
+        self,
+        request: Request,
+        hits: BlocksPerGroup,
+        num_hit_tokens: int,
+        num_tokens: int,
+        reserved: list[int],
     ) -> bool:
-        """Take blocks for the tokens behind the hits and have them filled; False, and nothing has changed, if there is
-        no room for all known tokens of the request besides the reserved blocks."""
+        """Take blocks for the tokens behind the hits and have them filled; False, and nothing has changed, if
+        there is no room for all known tokens of the request besides the reserved blocks."""
         hits = read_after_load(self._manager, hits, num_hit_tokens + num_tokens)
         blocks = take_for_load(self._manager, request, hits, num_hit_tokens, num_tokens, reserved)
         if blocks is None:
@@ -91,10 +104,12 @@ class RemoteLoads:
         return True
 
     def end(self, output: KVConnectorOutput) -> list[tuple[Request, bool]]:
-        """Take in what the workers report; the requests that need not wait any longer, and whether all of it came.
+        """Take in what the workers report;
+        the requests that need not wait any longer, and whether all of it came.
 
-        A transfer is over when every rank has reported it; blocks are good as far as they are with all of them. What is
-        not known, or comes from a rank for the second time, has been reported before: it is ignored.
+        A transfer is over when every rank has reported it; blocks are good as far as they are with all of
+        them. What is not known, or comes from a rank for the second time, has been reported before: it is
+        ignored.
         """
         released, num_ranks = [], self._connector.num_ranks
         output = self._connector.merge(output)
@@ -151,10 +166,13 @@ class RemoteLoads:
         return request_id in self._sending
 
     def num_promised_blocks(self) -> list[list[int]]:
-        """Blocks of each KV group that the requests which wait for a load will take besides those it fills."""
+        """Blocks of each KV group that the requests which wait for a load will take besides those it
+        fills."""
         return [
             num_missing_behind(
-                self._manager, load.request, tuple(hits + blocks for hits, blocks in zip(load.hits, load.blocks))
+                self._manager,
+                load.request,
+                tuple(hits + blocks for hits, blocks in zip(load.hits, load.blocks)),
             )
             for load in self.waiting.values()
         ]

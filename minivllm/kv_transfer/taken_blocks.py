@@ -13,9 +13,11 @@ from minivllm.request import Request
 
 
 def read_after_load(manager: KVCacheManager, hits: BlocksPerGroup, num_loaded_to: int) -> BlocksPerGroup:
-    """The hits that a request still reads once it has its first ``num_loaded_to`` tokens; null blocks for the rest.
+    """The hits that a request still reads once it has its first ``num_loaded_to`` tokens;
+    null blocks for the rest.
 
-    A window that the load moves past its hits needs none of them, and a state that arrives replaces the one before.
+    A window that the load moves past its hits needs none of them,
+    and a state that arrives replaces the one before.
     """
     kept: list[list[KVCacheBlock]] = []
     for group, found in zip(manager.groups, hits):
@@ -35,12 +37,13 @@ def take_for_load(
     num_tokens: int,
     reserved: Sequence[int],
 ) -> BlocksPerGroup | None:
-    """Blocks for the ``num_tokens`` tokens of a waiting request that lie behind its hits and come from elsewhere; of
-    layers that keep a state, a slot for the one after the last of these tokens.
+    """Blocks for the ``num_tokens`` tokens of a waiting request that lie behind its hits and come from
+    elsewhere; of layers that keep a state, a slot for the one after the last of these tokens.
 
-    Null blocks in groups that will not read what lies there. The hits, as read_after_load returns them, are kept from
-    eviction as well: all of it goes back with give_back. None, and nothing is taken, if not all known tokens have room
-    besides the reserved blocks. In a pool that is free and reserved for nothing, a request that fits it has room.
+    Null blocks in groups that will not read what lies there. The hits, as read_after_load returns them, are
+    kept from eviction as well: all of it goes back with give_back. None, and nothing is taken, if not all
+    known tokens have room besides the reserved blocks. In a pool that is free and reserved for nothing, a
+    request that fits it has room.
     """
     size = manager.hash_block_size
     start, end = num_hit_tokens // size, (num_hit_tokens + num_tokens) // size
@@ -67,7 +70,8 @@ def take_for_load(
 def hold(manager: KVCacheManager, request_id: str) -> BlocksPerGroup:
     """All blocks of a request, kept from reuse until they are given back."""
     held = tuple(
-        list(group.tables[request_id].blocks) if request_id in group.tables else [] for group in manager.groups
+        list(group.tables[request_id].blocks) if request_id in group.tables else []
+        for group in manager.groups
     )
     for group, blocks in zip(manager.groups, held):
         group.pool.touch(blocks)
@@ -82,8 +86,8 @@ def give_back(manager: KVCacheManager, blocks: BlocksPerGroup, keys: Sequence[by
 
 
 def num_missing_behind(manager: KVCacheManager, request: Request, blocks: BlocksPerGroup) -> list[int]:
-    """Blocks of each group by which a waiting request, whose first blocks these are, will grow at most until all known
-    tokens are computed."""
+    """Blocks of each group by which a waiting request, whose first blocks these are,
+    will grow at most until all known tokens are computed."""
     return [
         group.num_missing_blocks(request.request_id, request.num_tokens, own)
         for group, own in zip(manager.groups, blocks)

@@ -1,4 +1,5 @@
-"""A language of programs: functions that generate, choose and branch on a text whose prefix stays in the cache.
+"""A language of programs: functions that generate,
+choose and branch on a text whose prefix stays in the cache.
 
 May import: frontend, processing, tokenizer.
 Door: `State` in state.py, `program` and its parts in run.py, `user` and its parts in roles.py.
@@ -9,5 +10,15 @@ from minivllm.lang.roles import assistant, system, tool, user
 from minivllm.lang.run import Outcome, Program, join, program, run_batch, run_offline
 from minivllm.lang.state import Generated, State
 
-__all__ = ["Generated", "Outcome", "Program", "Selected", "State", "assistant", "join", "program", "run_batch"]
+__all__ = [
+    "Generated",
+    "Outcome",
+    "Program",
+    "Selected",
+    "State",
+    "assistant",
+    "join",
+    "program",
+    "run_batch",
+]
 __all__ += ["run_offline", "system", "tool", "user"]

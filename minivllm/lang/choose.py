@@ -33,14 +33,17 @@ def check_choices(choices: Sequence[Any], scoring: str) -> list[str]:
         raise RequestError(f"choices has {len(given)} entries, but must have 1 to {MAX_CHOICES}.")
     for choice in given:
         if not isinstance(choice, str) or not choice:
-            raise RequestError(f"{choice!r} is among the choices, but each must be a text of at least one character.")
+            raise RequestError(
+                f"{choice!r} is among the choices, but each must be a text of at least one character."
+            )
     if len(set(given)) < len(given):
         raise RequestError(f"choices has a text twice: {given!r}. Give each once.")
     return given
 
 
 def best_choice(token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], scoring: str) -> int:
-    """Index of the best choice; the first of equals. token_ids, logprobs: of each choice, one or more each."""
+    """Index of the best choice; the first of equals.
+    token_ids, logprobs: of each choice, one or more each."""
     if scoring == "greedy":
         return _greedy(token_ids, logprobs)
     return max(range(len(logprobs)), key=lambda index: (score(logprobs[index], scoring), -index))
@@ -51,7 +54,8 @@ def score(logprobs: Sequence[float], scoring: str) -> float:
 
 
 def _greedy(token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> int:
-    """The choice that a greedy walk through the tree of all choices reaches: the likeliest token at every place.
+    """The choice that a greedy walk through the tree of all choices reaches:
+    the likeliest token at every place.
 
     Where a choice ends and others go on, its mean logprob stands for its next token.
     """

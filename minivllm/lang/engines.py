@@ -1,4 +1,5 @@
-"""The engines that programs run on: ``AsyncLLM``, and ``LLM`` whose steps are run between the programs' turns."""
+"""The engines that programs run on:
+``AsyncLLM``, and ``LLM`` whose steps are run between the programs' turns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from minivllm.processing.outputs import RequestOutput
 
 _TURNS = 4
-"""Rounds of the event loop between two steps: a branch ends, ``join`` returns, the program sends its next request."""
+"""Rounds of the event loop between two steps:
+a branch ends, ``join`` returns, the program sends its next request."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,11 @@ class Engine(Protocol):
     @property
     def frontend(self) -> TextFrontend: ...
 
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
-        """The finished output. params: with output_kind FINAL_ONLY. Raises RequestError and EngineDeadError."""
+    async def complete(
+        self, token_ids: list[int], params: SamplingParams, settings: Settings
+    ) -> RequestOutput:
+        """The finished output. params: with output_kind FINAL_ONLY.
+        Raises RequestError and EngineDeadError."""
 
 
 class StreamingEngine:
@@ -61,7 +66,9 @@ class StreamingEngine:
         self._llm = llm
         self.frontend: TextFrontend = llm
 
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
+    async def complete(
+        self, token_ids: list[int], params: SamplingParams, settings: Settings
+    ) -> RequestOutput:
         stream = self._llm.generate({"prompt_token_ids": token_ids}, params, **settings.of_requests)
         async with aclosing(stream):
             output = await anext(stream)  # the only one
@@ -77,7 +84,9 @@ class SteppedEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._loras: set[LoRARequest] = set()
 
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
+    async def complete(
+        self, token_ids: list[int], params: SamplingParams, settings: Settings
+    ) -> RequestOutput:
         prepared = self._engine.prepare(None, {"prompt_token_ids": token_ids}, params, **settings.of_requests)
         if settings.lora is not None and settings.lora not in self._loras:
             self._engine.add_lora(settings.lora)

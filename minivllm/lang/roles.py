@@ -1,7 +1,7 @@
 """Role blocks: turns of a conversation, written by the model's chat template, piece by piece.
 
-Tokens that were computed never change. So the template's text up to here must begin with its text up to the last block.
-A template that rewrites earlier turns (many leave out earlier thoughts) is refused.
+Tokens that were computed never change. So the template's text up to here must begin with its text up to the
+last block. A template that rewrites earlier turns (many leave out earlier thoughts) is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def system(*texts: str) -> Block:
 
 
 def user(*texts: str) -> Block:
-    """A user's turn. After it the model answers: ``gen``, ``select`` and plain text open the assistant's turn."""
+    """A user's turn. After it the model answers:
+    ``gen``, ``select`` and plain text open the assistant's turn."""
     return _block("user", texts)
 
 
@@ -51,7 +52,9 @@ def tool(*texts: str) -> Block:
 def _block(role: str, texts: tuple[str, ...]) -> Block:
     for text in texts:
         if not isinstance(text, str):
-            raise RequestError(f"{role}(…) was given a {type(text).__name__}, but takes texts: write str(…) around it.")
+            raise RequestError(
+                f"{role}(…) was given a {type(text).__name__}, but takes texts: write str(…) around it."
+            )
     return Block(role, "".join(texts))
 
 
@@ -61,7 +64,8 @@ class Conversation:
 
     tokenizer: Tokenizer
     hidden: HiddenTexts
-    """Hides special tokens in messages. All branches use the same one, so equal messages have equal renderings."""
+    """Hides special tokens in messages.
+    All branches use the same one, so equal messages have equal renderings."""
     chat_template: str | None
     """Takes the place of the model's."""
     variables: Mapping[str, Any]
@@ -78,7 +82,8 @@ class Conversation:
         return replace(self, answer=(self.answer or "") + text)
 
     def extended(self, blocks: Sequence[Block], *, opens: bool) -> tuple[Conversation, str]:
-        """With more turns, and the text that they add, special tokens hidden. opens: the assistant's turn follows.
+        """With more turns, and the text that they add, special tokens hidden.
+        opens: the assistant's turn follows.
 
         Raises RequestError if the template refuses the turns, or rewrites earlier ones.
         """
@@ -90,7 +95,8 @@ class Conversation:
             rendered = self._render(history, opens)
             added = rendered[len(before) :]
         else:
-            # The end of the answer is found by a mark in its place, since templates strip white space around it.
+            # The end of the answer is found by a mark in its place,
+            # since templates strip white space around it.
             mark = "".join(secrets.choice("123456789") for _ in range(_MARK_DIGITS))
             marked = self._render((*self.messages, Block("assistant", mark), *blocks), opens)
             history = (*self.messages, Block("assistant", self.answer), *blocks)
@@ -98,9 +104,14 @@ class Conversation:
             added = marked.rpartition(mark)[2]
             said = rendered[len(before) : len(rendered) - len(added)]
         hidden_answer = self.hidden.hide(self.answer or "")
-        if not rendered.startswith(before) or not rendered.endswith(added) or said.strip() != hidden_answer.strip():
+        if (
+            not rendered.startswith(before)
+            or not rendered.endswith(added)
+            or said.strip() != hidden_answer.strip()
+        ):
             raise RequestError(
-                "The chat template rewrites earlier turns when new ones follow (many leave out thoughts), but a "
+                "The chat template rewrites earlier turns when new ones follow (many leave out thoughts), "
+                "but a "
                 "program keeps what was computed: give a chat_template that only appends."
             )
         answer = "" if opens else None

@@ -46,8 +46,8 @@ class Outcome(Generic[T]):
 class Program(Generic[P, T]):
     """A function ``async def name(s: State, …)``, made by ``program``.
 
-    ``await name(llm, …)`` runs it on a new state of an ``AsyncLLM`` and raises what it raises. ``await name(s, …)`` in
-    another program runs it on that program's state, as part of it.
+    ``await name(llm, …)`` runs it on a new state of an ``AsyncLLM`` and raises what it raises. ``await
+    name(s, …)`` in another program runs it on that program's state, as part of it.
     """
 
     def __init__(self, function: Function[P, T], settings: Settings) -> None:
@@ -56,8 +56,8 @@ class Program(Generic[P, T]):
         update_wrapper(self, function)
 
     def using(self, **settings: Any) -> Program[P, T]:
-        """The same program with other settings: sampling parameters, chat_template, chat_template_kwargs, lora,
-        cache_salt, priority. Raises RequestError for other names."""
+        """The same program with other settings: sampling parameters, chat_template, chat_template_kwargs,
+        lora, cache_salt, priority. Raises RequestError for other names."""
         return Program(self.function, _settings(self.settings, settings))
 
     async def __call__(self, on: State | AsyncLLM | Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -87,7 +87,8 @@ def program(**settings: Any) -> Callable[[Function[P, T]], Program[P, T]]: ...
 def program(
     function: Function[P, T] | None = None, /, **settings: Any
 ) -> Program[P, T] | Callable[[Function[P, T]], Program[P, T]]:
-    """Makes a program of a function: ``@program``, or ``@program(temperature=0.0)`` with settings; see ``using``."""
+    """Makes a program of a function: ``@program``, or ``@program(temperature=0.0)`` with settings;
+    see ``using``."""
     if function is None:
         return lambda given: Program(given, _settings(Settings(), settings))
     return Program(function, Settings())
@@ -101,8 +102,8 @@ def _settings(base: Settings, given: Mapping[str, Any]) -> Settings:
 
 
 async def join(branches: Sequence[State], action: Callable[[State], Awaitable[T]]) -> list[T]:
-    """Run ``action`` on all branches at once; its results in their order. If one fails, the others are aborted, and its
-    error is raised."""
+    """Run ``action`` on all branches at once; its results in their order.
+    If one fails, the others are aborted, and its error is raised."""
 
     async def act(branch: State) -> T:
         return await action(branch)
@@ -113,10 +114,12 @@ async def join(branches: Sequence[State], action: Callable[[State], Awaitable[T]
 async def run_batch(
     llm: AsyncLLM | Engine, program: Program[..., T], inputs: Sequence[Any], *, max_parallel: int = 64
 ) -> list[Outcome[T]]:
-    """Run a program on many inputs, at most ``max_parallel`` at once. The outcomes come in the order of the inputs.
+    """Run a program on many inputs, at most ``max_parallel`` at once.
+    The outcomes come in the order of the inputs.
 
-    inputs: the arguments of each call: a dictionary by name, a tuple in order, anything else alone. A program that
-    fails does so alone, and its branches are aborted; if this call is cancelled, all are. Raises RequestError.
+    inputs: the arguments of each call: a dictionary by name, a tuple in order, anything else alone. A program
+    that fails does so alone, and its branches are aborted; if this call is cancelled, all are. Raises
+    RequestError.
     """
     if not isinstance(program, Program):
         raise RequestError(f"The program is {program!r}, but must be a function that @program marks.")
@@ -143,7 +146,9 @@ def run_offline(
     from minivllm.frontend.llm import LLM
 
     if not isinstance(llm, LLM):
-        raise RequestError(f"run_offline takes an LLM, but was given a {type(llm).__name__}: await run_batch for it.")
+        raise RequestError(
+            f"run_offline takes an LLM, but was given a {type(llm).__name__}: await run_batch for it."
+        )
     if asyncio._get_running_loop() is not None:
         raise RequestError(
             "run_offline was called in an event loop, which it would block: await run_batch with an AsyncLLM."

@@ -1,4 +1,5 @@
-"""``State``: the text of a program so far, as token ids that never change, and what was generated under which name."""
+"""``State``: the text of a program so far, as token ids that never change,
+and what was generated under which name."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ T = TypeVar("T")
 _LONG_TEXT = 4096
 """Characters from which on tokenizing moves to a thread."""
 _PAYS_TO_WAIT = 32
-"""Tokens that choices would compute each for itself, from which on the first one is scored before the others."""
+"""Tokens that choices would compute each for itself,
+from which on the first one is scored before the others."""
 _NOT_FOR_GEN = ("n", "best_of", "output_kind", "prompt_logprobs", "prompt_logprobs_start")
 
 
@@ -68,7 +70,9 @@ class Run:
     async def complete(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
         """The finished output. Raises RequestError if the engine gave up on it."""
         if self.has_ended:
-            raise RequestError("The program of this state has ended: what it generated can be read, not continued.")
+            raise RequestError(
+                "The program of this state has ended: what it generated can be read, not continued."
+            )
         task = asyncio.create_task(self.engine.complete(token_ids, params, self.settings))
         self.in_flight.add(task)
         try:
@@ -90,10 +94,10 @@ class Run:
 class State:
     """A text that grows: ``s += …`` appends, ``gen`` and ``select`` generate, ``fork`` branches.
 
-    Every appended text, and every group of role blocks, is tokenised by itself when the next request needs it; sampled
-    tokens are appended as sampled. So the tokens of a state are a prefix of all its later ones, and the prefix cache
-    holds them. A text between role blocks belongs to the assistant's turn, which it opens. Special tokens count as such
-    in a plain text, and are text in a role block.
+    Every appended text, and every group of role blocks, is tokenised by itself when the next request needs
+    it; sampled tokens are appended as sampled. So the tokens of a state are a prefix of all its later ones,
+    and the prefix cache holds them. A text between role blocks belongs to the assistant's turn, which it
+    opens. Special tokens count as such in a plain text, and are text in a role block.
 
     One request at a time: a state that generates is forked for another one.
     """
@@ -107,7 +111,10 @@ class State:
         self._pending: list[str | Block] = []
         settings = run.settings
         self._chat = Conversation(
-            self._tokenizer, self._tokenizer.hidden_texts(), settings.chat_template, settings.chat_template_kwargs
+            self._tokenizer,
+            self._tokenizer.hidden_texts(),
+            settings.chat_template,
+            settings.chat_template_kwargs,
         )
         self._is_busy = False
         self._path: tuple[int, ...] = ()
@@ -118,15 +125,18 @@ class State:
         """How it came out, by name."""
 
     def __iadd__(self, piece: str | Block) -> State:
-        """Append a text or a role block. Raises RequestError for anything else, and where a role block cannot come."""
+        """Append a text or a role block.
+        Raises RequestError for anything else, and where a role block cannot come."""
         if not isinstance(piece, (str, Block)):
             raise RequestError(
-                f"A {type(piece).__name__} was appended, but a state takes texts and role blocks such as user(…)."
+                f"A {type(piece).__name__} was appended, but a state takes texts and role blocks such as "
+                "user(…)."
             )
         is_chat = self._chat.messages or any(isinstance(one, Block) for one in self._pending)
         if isinstance(piece, Block) and (self._texts or self._pending) and not is_chat:
             raise RequestError(
-                f"A {piece.role} block was appended after plain text: begin with a role block, or write the turns as "
+                f"A {piece.role} block was appended after plain text: begin with a role block, or write the "
+                "turns as "
                 "text."
             )
         if piece:
@@ -141,7 +151,8 @@ class State:
 
     @property
     def text(self) -> str:
-        """All so far, with the special tokens of the chat template; what was appended since the last request too."""
+        """All so far, with the special tokens of the chat template;
+        what was appended since the last request too."""
         pieces, chat = self._written(opens=False)
         return "".join([*self._texts, *(chat.hidden.restored(piece) for piece, _ in pieces)])
 
@@ -150,13 +161,16 @@ class State:
         """All that requests have seen or sampled; what was appended since is not tokenised yet."""
         return list(self._tokens)
 
-    async def gen(self, name: str | None = None, *, json: Any = None, regex: str | None = None, **sampling: Any) -> Any:
+    async def gen(
+        self, name: str | None = None, *, json: Any = None, regex: str | None = None, **sampling: Any
+    ) -> Any:
         """Generate until the turn ends, and append it. Returns the text, or the parsed value with ``json``.
 
-        name: the result is kept under it. json: a type that msgspec knows (dict, a dataclass, …), a pydantic model, or
-        a JSON schema. regex: what the whole text matches. sampling: parameters of ``SamplingParams`` but n and those
-        of prompts; what is not given comes from the program's settings, then from the model. Without max_tokens the
-        context is the limit. The text ends before a stop string, which is not appended either.
+        name: the result is kept under it. json: a type that msgspec knows (dict, a dataclass, …), a pydantic
+        model, or a JSON schema. regex: what the whole text matches. sampling: parameters of
+        ``SamplingParams`` but n and those of prompts; what is not given comes from the program's settings,
+        then from the model. Without max_tokens the context is the limit. The text ends before a stop string,
+        which is not appended either.
         Raises RequestError for what cannot be served, and for JSON that max_tokens cut off.
         """
         params = self._params(json, regex, sampling)
@@ -188,8 +202,9 @@ class State:
     async def select(self, name: str | None, choices: Sequence[str], *, scoring: str = "mean") -> str:
         """Append the likeliest of ``choices``, and return it. Of equals the first one is taken.
 
-        scoring: "mean" or "sum" of the logprobs of a choice's tokens, or "greedy", the choice that greedy sampling
-        among them leads to. One request if every choice is a single token, else one for each. Raises RequestError.
+        scoring: "mean" or "sum" of the logprobs of a choice's tokens, or "greedy", the choice that greedy
+        sampling among them leads to. One request if every choice is a single token, else one for each. Raises
+        RequestError.
         """
         given = check_choices(choices, scoring)
         with self._request():
@@ -208,8 +223,8 @@ class State:
         return given[best]
 
     async def commit(self) -> None:
-        """Compute what was appended, so that branches find it in the cache. It pays before a ``fork`` of more than 8,
-        and where branches begin with few tokens in common."""
+        """Compute what was appended, so that branches find it in the cache. It pays before a ``fork`` of more
+        than 8, and where branches begin with few tokens in common."""
         with self._request():
             await self._flush(opens=False)
             if len(self._tokens) > self._num_computed + 1:
@@ -217,19 +232,20 @@ class State:
                 self._num_computed = len(self._tokens)
 
     def fork(self, n: int) -> list[State]:
-        """``n`` branches that begin with this text. No request: they share its tokens in the prefix cache. With a seed
-        among the settings each branch draws differently, and the same in every run."""
+        """``n`` branches that begin with this text. No request: they share its tokens in the prefix cache.
+        With a seed among the settings each branch draws differently, and the same in every run."""
         if type(n) is not int or n < 1:
             raise RequestError(f"fork was given {n!r}, but takes a whole number of at least 1.")
         first = self._num_forks
         self._num_forks += n
         return [self._branch((*self._path, first + index)) for index in range(n)]
 
-    # -- appending -----------------------------------------------------------------------------------------------
+    # -- appending
+    # -----------------------------------------------------------------------------------------------
 
     def _written(self, *, opens: bool) -> tuple[list[tuple[str, bool]], Conversation]:
-        """What was appended, as texts and whether the template wrote them (special tokens in messages are hidden then),
-        and the conversation after it. opens: it ends with the begin of the assistant's turn."""
+        """What was appended, as texts and whether the template wrote them (special tokens in messages are
+        hidden then), and the conversation after it. opens: it ends with the begin of the assistant's turn."""
         chat, blocks = self._chat, list[Block]()
         pieces: list[tuple[str, bool]] = []
         for piece in self._pending:
@@ -256,7 +272,8 @@ class State:
         for piece, is_rendered in pieces:
             if longest is not None and len(piece) > longest * limit:
                 raise ContextLengthError(
-                    f"A text of {len(piece)} characters was appended, but max_model_len is {limit}: so many tokens are "
+                    f"A text of {len(piece)} characters was appended, but max_model_len is {limit}: so many "
+                    "tokens are "
                     f"never more than {longest * limit} characters. Shorten it."
                 )
             encode = partial(self._encode, piece, chat=chat if is_rendered else None, is_first=not tokens)
@@ -281,7 +298,8 @@ class State:
         if self._chat.messages:
             self._chat = self._chat.said(text)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _request(self) -> Iterator[None]:
@@ -301,7 +319,9 @@ class State:
             given["seed"] = int.from_bytes(digest, "little", signed=True)
         for name in _NOT_FOR_GEN:
             if name in given:
-                raise RequestError(f"gen takes no {name}: fork the state for several texts, select scores given ones.")
+                raise RequestError(
+                    f"gen takes no {name}: fork the state for several texts, select scores given ones."
+                )
         if json is not None and regex is not None:
             raise RequestError("gen was given json and regex, but takes one of them.")
         if json is not None or regex is not None:
@@ -337,7 +357,8 @@ class State:
         return [[entries[token_id].logprob] for token_id in token_ids]
 
     async def _score_texts(self, choices: list[list[int]]) -> list[list[float]]:
-        """The logprobs of each choice's tokens: a request for each, which computes one token more than it has."""
+        """The logprobs of each choice's tokens:
+        a request for each, which computes one token more than it has."""
         start = len(self._tokens)
         params = _final(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
 
@@ -350,7 +371,10 @@ class State:
         first, *others = map(logprobs, choices)
         if num_new * len(others) < _PAYS_TO_WAIT:
             return await all_or_none([first, *others])
-        return [await first, *await all_or_none(others)]  # the others find in the cache what the first one computes
+        return [
+            await first,
+            *await all_or_none(others),
+        ]  # the others find in the cache what the first one computes
 
     def _keep(self, name: str | None, value: Any, details: Generated | Selected) -> None:
         if name is not None:
@@ -358,14 +382,19 @@ class State:
 
     def _branch(self, path: tuple[int, ...]) -> State:
         branch = State(self._run)
-        branch._tokens, branch._num_computed, branch._chat = list(self._tokens), self._num_computed, self._chat
+        branch._tokens, branch._num_computed, branch._chat = (
+            list(self._tokens),
+            self._num_computed,
+            self._chat,
+        )
         branch._texts, branch._pending, branch._path = list(self._texts), list(self._pending), path
         branch.results, branch.details = dict(self.results), dict(self.details)
         return branch
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. If one fails, the others are cancelled, which aborts their requests, and its error is raised."""
+    """Their results. If one fails, the others are cancelled, which aborts their requests,
+    and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in coroutines]
@@ -396,7 +425,8 @@ def _parsed(name: str | None, kind: Any, generated: Generated) -> Any:
     """The value that was generated as JSON. Raises RequestError if it was cut off."""
     if generated.finish_reason == "length":
         raise RequestError(
-            f"The JSON of {name or 'gen'} has no end after {len(generated.token_ids)} tokens: give more max_tokens."
+            f"The JSON of {name or 'gen'} has no end after {len(generated.token_ids)} tokens: give more "
+            "max_tokens."
         )
     try:
         if hasattr(kind, "model_validate_json"):

@@ -1,4 +1,5 @@
-"""Which method multiplies a layer: by what the user asked for, what the checkpoint holds and what the device can do."""
+"""Which method multiplies a layer:
+by what the user asked for, what the checkpoint holds and what the device can do."""
 
 from __future__ import annotations
 
@@ -38,21 +39,23 @@ FLOAT8_MULTIPLE = 16
 BEAR_ROUNDING = frozenset({"q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "lm_head"})
 """Layers of 4 bits, and heads of 8, that multiply 8 bits where rows are several.
 
-Over four texts of 200 to 700 tokens, against SmolLM2-135M's Q4_1 weights in float32, the mean KL divergence [nats per
-token] was 0.0021 with the first of them rounded, 0.0003 with the second, 0.0018 with the third, 0.0029 with the fourth
-and 0.0018 with the head, 0.0090 with all; perplexity moved by 1.0 %. With inputs that are not rotated it was 0.0071
-with q, k and v, 0.0042 with gate and up, 0.0089 with down and 0.0061 with the head. On two cores of Zen 4, in place of
-4 bits in q, k and v, 8 bits without rotation in the other layers (o, gate and up in one part, down in four) and
-bfloat16 in the head, medians of four pairs: a prompt of 512 tokens took 242 ms in place of 277, a step of two rows 7.4
-in place of 8.8, of four 8.2 in place of 8.9, of 16 16.1 in place of 18.6, of 32 30.7 in place of 35.6."""
+Over four texts of 200 to 700 tokens, against SmolLM2-135M's Q4_1 weights in float32, the mean KL divergence
+[nats per token] was 0.0021 with the first of them rounded, 0.0003 with the second, 0.0018 with the third,
+0.0029 with the fourth and 0.0018 with the head, 0.0090 with all; perplexity moved by 1.0 %. With inputs that
+are not rotated it was 0.0071 with q, k and v, 0.0042 with gate and up, 0.0089 with down and 0.0061 with the
+head. On two cores of Zen 4, in place of 4 bits in q, k and v, 8 bits without rotation in the other layers (o,
+gate and up in one part, down in four) and bfloat16 in the head, medians of four pairs: a prompt of 512 tokens
+took 242 ms in place of 277, a step of two rows 7.4 in place of 8.8, of four 8.2 in place of 8.9, of 16 16.1
+in place of 18.6, of 32 30.7 in place of 35.6."""
 
 
 class MethodChooser:
     """ChooseMethod of one model, which also counts its choices for the log.
 
-    quantization: "int8", "int4", "fp8", or None, which quantises nothing and multiplies what a quantised checkpoint
-    holds. stored: the quantisation the checkpoint's configuration names, if any. Raises ConfigError where quantization
-    contradicts the checkpoint, the dtype or the device. compiled: what is not quantised, only compiled code multiplies.
+    quantization: "int8", "int4", "fp8", or None, which quantises nothing and multiplies what a quantised
+    checkpoint holds. stored: the quantisation the checkpoint's configuration names, if any. Raises
+    ConfigError where quantization contradicts the checkpoint, the dtype or the device. compiled: what is not
+    quantised, only compiled code multiplies.
     """
 
     def __init__(
@@ -67,17 +70,23 @@ class MethodChooser:
         self._counts: Counter[str] = Counter()
         if quantization is not None and stored is not None:
             raise ConfigError(
-                f"quantization is {quantization!r}, but the checkpoint is quantised with {stored} already: leave "
+                f"quantization is {quantization!r}, but the checkpoint is quantised with {stored} already: "
+                "leave "
                 f"quantization out to run it as it is, or give the unquantised model."
             )
         if quantization == "fp8" and not policy.multiplies_float8:
             needs = f"a GPU of compute capability {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]} or more"
-            raise ConfigError(f"quantization 'fp8' needs {needs}, which this {policy.type} is not: use int8 or int4.")
+            raise ConfigError(
+                f"quantization 'fp8' needs {needs}, which this {policy.type} is not: use int8 or int4."
+            )
         if quantization == "fp8" and dtype != torch.bfloat16:
-            raise ConfigError(f"quantization 'fp8' computes in bfloat16, but dtype is {dtype}: use dtype='bfloat16'.")
+            raise ConfigError(
+                f"quantization 'fp8' computes in bfloat16, but dtype is {dtype}: use dtype='bfloat16'."
+            )
         if quantization == "int4" and policy.on_cpu and not policy.multiplies_int4:
             raise ConfigError(
-                "quantization 'int4' needs a CPU with AVX2 or AVX-512, whose 4-bit operator PyTorch has: use int8."
+                "quantization 'int4' needs a CPU with AVX2 or AVX-512, whose 4-bit operator PyTorch has: use "
+                "int8."
             )
 
     @property
@@ -112,7 +121,8 @@ class MethodChooser:
         """A weight that is not quantised becomes so."""
         rows, inputs = weight.shape
         on_cpu, why = self.policy.on_cpu, f"rounded to {self.quantization}"
-        # A head rounded to 4 bits costs more in quality than its bytes are worth, and as an embedding even more so.
+        # A head rounded to 4 bits costs more in quality than its bytes are worth,
+        # and as an embedding even more so.
         if self.quantization == "int8" or (self.quantization == "int4" and name == "lm_head"):
             return self._int8()(self.dtype), why.replace("int4", "int8")
         if self.quantization == "fp8":
@@ -120,13 +130,15 @@ class MethodChooser:
                 return DequantizedInt8Linear(self.dtype), why.replace("fp8", "int8")
             if rows % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE:
                 raise ConfigError(
-                    f"quantization 'fp8' needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, but {name} "
+                    f"quantization 'fp8' needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, but "
+                    f"{name} "
                     f"is [{rows}, {inputs}]: use int8."
                 )
             return Float8Linear(), why
         if inputs % ROUNDING_GROUP:
             raise ConfigError(
-                f"quantization 'int4' needs a multiple of {ROUNDING_GROUP} inputs, but {name} has {inputs}: use int8."
+                f"quantization 'int4' needs a multiple of {ROUNDING_GROUP} inputs, but {name} has {inputs}: "
+                "use int8."
             )
         if on_cpu:
             return self._int4(name, rows, inputs, ROUNDING_GROUP, 4), why
@@ -138,7 +150,11 @@ class MethodChooser:
         return WholeInt8Linear if self.policy.multiplies_whole_numbers else Int8Linear
 
     def _int4(self, name: str, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
-        if rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype) and self.policy.multiplies_bfloat16:
+        if (
+            rows % INT4_LANES == 0
+            and can_tile_int4(rows, inputs, self.dtype)
+            and self.policy.multiplies_bfloat16
+        ):
             method: type[Int4Linear] = TiledInt4Linear
             if bits == 8 and name == "lm_head" and can_tile(rows, inputs):
                 method = RestoredInt4Linear
@@ -159,7 +175,9 @@ class MethodChooser:
         """A weight in groups is multiplied as it is."""
         bits, group = weight.bits, weight.group_size
         method: LinearMethod | None = None
-        why = f"{bits} bits as stored, groups of {group}" + ("" if weight.order is None else " of inputs in an order")
+        why = f"{bits} bits as stored, groups of {group}" + (
+            "" if weight.order is None else " of inputs in an order"
+        )
         if not self.policy.on_cpu:
             method = DequantizedGroupLinear(group, bits, self.dtype)
         elif self.policy.multiplies_int4:
@@ -167,7 +185,9 @@ class MethodChooser:
             size = next((size for size in INT4_GROUP_SIZES if group % size == 0), None)
             if size is not None:
                 method = self._int4(name, *weight.shape, size, bits)
-            elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
+            elif (
+                bits == 4 and 2 * group == smallest
+            ):  # any wider and the values themselves would take less memory
                 method = SpreadGroups(
                     self._int4_without_bfloat16(name, weight.shape[0], smallest, bits), group, smallest
                 )
@@ -176,7 +196,8 @@ class MethodChooser:
         return (method if weight.order is None else OrderedInputs(method)), why
 
     def _multiply_rows(self, weight: RowScaledWeight) -> tuple[LinearMethod | None, str]:
-        """A weight with a scale per output: int8 as it is everywhere, float8 where its inputs may be rounded too."""
+        """A weight with a scale per output:
+        int8 as it is everywhere, float8 where its inputs may be rounded too."""
         rows, inputs = weight.shape
         if weight.values.dtype == torch.int8:
             why = "int8 as stored"

@@ -13,8 +13,8 @@ from minivllm.linear.methods.method import LinearTensors
 
 
 class LinearFactory:
-    """Makes the linear layers of a model, all on one device, in one dtype, of one shard. experts: which part of a
-    layer's experts are here, each of them whole; None: a part of every one, as of all else."""
+    """Makes the linear layers of a model, all on one device, in one dtype, of one shard. experts: which part
+    of a layer's experts are here, each of them whole; None: a part of every one, as of all else."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class LinearFactory:
 
 
 class Stored(Protocol):
-    """What keeps weights that may be moved or replaced, all together: a ``Linear``, or the experts of a layer."""
+    """What keeps weights that may be moved or replaced, all together:
+    a ``Linear``, or the experts of a layer."""
 
     tensors: LinearTensors
 

@@ -1,4 +1,5 @@
-"""Linear layers that know which shard of a checkpoint's weights is theirs, and how their product is computed."""
+"""Linear layers that know which shard of a checkpoint's weights is theirs,
+and how their product is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from minivllm.linear.product import Product
 from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight, stack
 
 ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
-"""(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""
+"""(name of the layer, its weight) -> the quantised method to use;
+None: restore the weight and multiply that."""
 
 
 def never_quantized(name: str, weight: StoredWeight) -> LinearMethod | None:
@@ -26,11 +28,11 @@ def never_quantized(name: str, weight: StoredWeight) -> LinearMethod | None:
 class Linear:
     """One product of the decoder, possibly of several checkpoint matrices stacked along the output (q, k, v).
 
-    parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every part
-    among the shards, "row" divides the inputs (the sum over shards is the product). own: this shard's range of the
-    outputs of each part, or their indices; of the inputs under the name of the only part. Left out, they are even.
-    choose: picks the method once the whole weight is there; until then ``method`` is that of unquantised weights.
-    is_stacked: somebody else keeps the tensors, in a stack.
+    parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every
+    part among the shards, "row" divides the inputs (the sum over shards is the product). own: this shard's
+    range of the outputs of each part, or their indices; of the inputs under the name of the only part. Left
+    out, they are even. choose: picks the method once the whole weight is there; until then ``method`` is that
+    of unquantised weights. is_stacked: somebody else keeps the tensors, in a stack.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class Linear:
 
     @property
     def arguments(self) -> LinearTensors:
-        """Everything that ``product`` reads of this layer; layers of one kind share the region that reads it."""
+        """Everything that ``product`` reads of this layer;
+        layers of one kind share the region that reads it."""
         return (*self.tensors, *self.adapters)
 
     @property
@@ -84,7 +87,8 @@ class Linear:
             self.tensors = self.method.mapped(self.tensors, change)
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
-        """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""
+        """Take this worker's shard of a checkpoint tensor:
+        kind "weight" [out, in] or "bias" [out] of one part."""
         rows, columns = self.outputs[part], self.inputs
         if kind == "weight":
             # Scales of whole rows are found before the inputs are divided: see ``_finish``.
@@ -96,7 +100,9 @@ class Linear:
             self._biases[part] = (
                 torch.zeros_like(tensor) if self.split == "row" and self.shard.rank > 0 else tensor[rows]
             )
-        if len(self._weights) == len(self.sizes) and len(self._biases) == (len(self.sizes) if self._has_bias else 0):
+        if len(self._weights) == len(self.sizes) and len(self._biases) == (
+            len(self.sizes) if self._has_bias else 0
+        ):
             self._finish()
 
     def _finish(self) -> None:
@@ -105,7 +111,9 @@ class Linear:
         bias = torch.cat([self._biases.pop(name) for name in self.sizes]) if self._has_bias else None
         method = self._choose("+".join(self.sizes), weight)
         if isinstance(weight, Tensor) and self.in_features < self._whole_inputs:
-            weight = _part(weight if method is None else method.rounded(weight), slice(0, len(weight)), self.inputs)
+            weight = _part(
+                weight if method is None else method.rounded(weight), slice(0, len(weight)), self.inputs
+            )
         if method is None:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.restore(self._dtype)

@@ -30,17 +30,21 @@ class Product:
     ) -> Tensor:
         """x [tokens, in] -> [tokens, out].
 
-        adapters: that of each token, for layers with adapters, whose tensors are the last of the arguments; None for
-        layers without. largest: see LinearMethod.apply_part; None where x is whole.
+        adapters: that of each token, for layers with adapters, whose tensors are the last of the arguments;
+        None for layers without. largest: see LinearMethod.apply_part; None where x is whole.
         """
         tensors = arguments if adapters is None else arguments[:-NUM_ADAPTER_TENSORS]
-        out = self.method.apply(x, tensors) if largest is None else self.method.apply_part(x, tensors, largest)
+        out = (
+            self.method.apply(x, tensors) if largest is None else self.method.apply_part(x, tensors, largest)
+        )
         if adapters is None:
             return out
         a, b, columns = arguments[-NUM_ADAPTER_TENSORS:]
         return add_low_rank(out, x, a, b, columns, adapters, self.sizes)
 
-    def halves(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None) -> tuple[Tensor, Tensor]:
+    def halves(
+        self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None
+    ) -> tuple[Tensor, Tensor]:
         """The first half of the outputs, and the second: gate and up of an MLP."""
         if adapters is None:
             return self.method.apply_halves(x, arguments)

@@ -1,7 +1,7 @@
 """Read a LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
 
-Everything is checked before anything is handed out, and what would change the answer if it were left out (trained
-embeddings, DoRA magnitudes, biases, …) is refused by name. Pickled adapters are never opened.
+Everything is checked before anything is handed out, and what would change the answer if it were left out
+(trained embeddings, DoRA magnitudes, biases, …) is refused by name. Pickled adapters are never opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 
-# Options of PEFT's LoraConfig that change what the adapter computes and have no counterpart here: each with what it is.
+# Options of PEFT's LoraConfig that change what the adapter computes and have no counterpart here:
+# each with what it is.
 _REFUSED_OPTIONS = {
     "use_dora": "magnitude vectors (DoRA)",
     "modules_to_save": "whole trained modules",
@@ -41,7 +42,8 @@ _REFUSED_OPTIONS = {
     "use_bdlora": "block-diagonal matrices (BD-LoRA)",
     "alora_invocation_tokens": "activation by certain tokens (aLoRA)",
 }
-# Ways of initialising that change the base model's weights besides: the adapter alone does not hold the difference.
+# Ways of initialising that change the base model's weights besides:
+# the adapter alone does not hold the difference.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
@@ -56,9 +58,9 @@ class LowRank(NamedTuple):
 class Adapter:
     """One adapter in host memory.
 
-    digest: SHA-256 over both files; adapters that compute the same thing share it. rank: the highest of any layer.
-    modules: by name of the linear layer, such as ``model.layers.0.self_attn.q_proj``, whole matrices in the dtype of
-    the model.
+    digest: SHA-256 over both files; adapters that compute the same thing share it. rank: the highest of any
+    layer. modules: by name of the linear layer, such as ``model.layers.0.self_attn.q_proj``, whole matrices
+    in the dtype of the model.
     """
 
     digest: str
@@ -67,7 +69,8 @@ class Adapter:
 
 
 RowsOfLayers = Callable[[str], Mapping[str, Tensor]]
-"""Module of a published checkpoint -> the linear layers that it holds, and which of its outputs are theirs, int64."""
+"""Module of a published checkpoint -> the linear layers that it holds,
+and which of its outputs are theirs, int64."""
 
 
 def load_adapter(
@@ -80,38 +83,47 @@ def load_adapter(
 ) -> Adapter:
     """Read and check an adapter.
 
-    expected: shape [out, in] of every linear layer an adapter may change, by name. max_rank: the largest rank there is
-    room for. dtype: of the returned matrices. pin_memory: page-locked, so that copies to a GPU overlap with its work.
-    rows_of_layers: where the model's layers are not the modules that adapters name; those that are stored as one module
-    share its A, and have their rows of its B.
+    expected: shape [out, in] of every linear layer an adapter may change, by name. max_rank: the largest rank
+    there is room for. dtype: of the returned matrices. pin_memory: page-locked, so that copies to a GPU
+    overlap with its work. rows_of_layers: where the model's layers are not the modules that adapters name;
+    those that are stored as one module share its A, and have their rows of its B.
     Raises RequestError, a sentence that names the adapter's directory and what is wrong with it.
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise RequestError(f"The adapter's path is {path!r}, but must be a local directory with {CONFIG_NAME}.")
+        raise RequestError(
+            f"The adapter's path is {path!r}, but must be a local directory with {CONFIG_NAME}."
+        )
     config, weights = directory / CONFIG_NAME, directory / WEIGHTS_NAME
     try:
         options = _Options(config, read_json_object(config))
     except ModelError as error:
         raise RequestError(f"Not an adapter: {error}") from None
     if not weights.is_file():
-        pickled = " (adapter_model.bin could run any code and is never opened; save the adapter as safetensors)"
+        pickled = (
+            " (adapter_model.bin could run any code and is never opened; save the adapter as safetensors)"
+        )
         hint = pickled if (directory / "adapter_model.bin").is_file() else ""
         raise RequestError(f"The adapter in {directory} has no {WEIGHTS_NAME}{hint}.")
     try:
         digest = hashlib.sha256(config.read_bytes())
         with weights.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-        found = rows_of_layers or (lambda name: {name: torch.arange(expected[name][0])} if name in expected else {})
+        found = rows_of_layers or (
+            lambda name: {name: torch.arange(expected[name][0])} if name in expected else {}
+        )
         layers, matrices = _read_matrices(weights, expected, max_rank, found)
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{weights} is not a valid safetensors file ({error}); it may be truncated.") from None
+        raise RequestError(
+            f"{weights} is not a valid safetensors file ({error}); it may be truncated."
+        ) from None
     modules: dict[str, LowRank] = {}
     for name, (a, b) in matrices.items():
         scaled = LowRank(a.to(dtype), (b.double() * options.scaling(name, a.shape[0])).to(dtype))
         if not (scaled.a.isfinite().all() and scaled.b.isfinite().all()):
             raise RequestError(
-                f"The adapter in {directory} holds numbers in {name} that are not finite in {dtype}: it is broken, or "
+                f"The adapter in {directory} holds numbers in {name} that are not finite in {dtype}: it is "
+                "broken, or "
                 "was trained with a wider type."
             )
         for layer, rows in layers[name].items():
@@ -130,13 +142,16 @@ class _Options:
             raise RequestError(f"{path} has peft_type {entries.get('peft_type')!r}; only LORA is served.")
         for option, what in _REFUSED_OPTIONS.items():
             if entries.get(option):
-                raise RequestError(f"{path} sets {option}, that is {what}, which is not served; train without it.")
+                raise RequestError(
+                    f"{path} sets {option}, that is {what}, which is not served; train without it."
+                )
         if entries.get("bias", "none") != "none":
             raise RequestError(f"{path} sets bias to {entries['bias']!r}, but trained biases are not served.")
         start = str(entries.get("init_lora_weights", True)).lower()
         if start.startswith(_CHANGES_BASE):
             raise RequestError(
-                f"{path} sets init_lora_weights to {start!r}, which changes the base model too; convert the adapter to "
+                f"{path} sets init_lora_weights to {start!r}, which changes the base model too; convert the "
+                "adapter to "
                 "a plain one when saving it (path_initial_model_for_weight_conversion)."
             )
         alpha: Any = entries.get("lora_alpha")
@@ -161,7 +176,8 @@ class _Options:
 
 
 def _ending(pattern: str, path: Path) -> NamePattern:
-    """As PEFT reads a key of alpha_pattern: an expression for the name of a layer, or for what ends it after a dot."""
+    """As PEFT reads a key of alpha_pattern:
+    an expression for the name of a layer, or for what ends it after a dot."""
     try:
         return name_pattern(rf"(?:.*\.)?(?:{pattern})$")
     except ValueError as error:
@@ -173,8 +189,8 @@ def _ending(pattern: str, path: Path) -> NamePattern:
 def _read_matrices(
     path: Path, expected: Mapping[str, Shape], max_rank: int, rows_of_layers: RowsOfLayers
 ) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, tuple[Tensor, Tensor]]]:
-    """The layers and their rows, and (A, B), of every module, as stored. All names and shapes are checked before the
-    first tensor is read."""
+    """The layers and their rows, and (A, B), of every module, as stored.
+    All names and shapes are checked before the first tensor is read."""
     layers: dict[str, Mapping[str, Tensor]] = {}
     with safe_open(path, framework="pt", device="cpu") as file:
         names: dict[str, dict[str, str]] = {}
@@ -187,7 +203,9 @@ def _read_matrices(
                     f"{path} changes {module}, which this model does not have: it is for another base model."
                 )
             if file.get_slice(name).get_dtype() not in FLOAT_TYPES:
-                raise RequestError(f"{path}: tensor {name!r} must be stored as one of {', '.join(FLOAT_TYPES)}.")
+                raise RequestError(
+                    f"{path}: tensor {name!r} must be stored as one of {', '.join(FLOAT_TYPES)}."
+                )
             if names.setdefault(module, {}).setdefault(matrix, name) != name:
                 raise RequestError(f"{path} holds lora_{matrix} of {module} twice.")
         if not names:
@@ -198,15 +216,20 @@ def _read_matrices(
             a, b = (file.get_slice(pair[matrix]).get_shape() for matrix in "AB")
             shapes = [expected[layer] for layer in layers[module]]
             _check_shapes(path, module, a, b, (sum(shape[0] for shape in shapes), shapes[0][1]), max_rank)
-        return layers, {name: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"])) for name, pair in names.items()}
+        return layers, {
+            name: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"])) for name, pair in names.items()
+        }
 
 
 def _module_and_matrix(path: Path, name: str) -> tuple[str, str]:
     if "lora_magnitude_vector" in name:
-        raise RequestError(f"{path} holds magnitude vectors (DoRA), which are not served; train without use_dora.")
+        raise RequestError(
+            f"{path} holds magnitude vectors (DoRA), which are not served; train without use_dora."
+        )
     if any(module in name for module in _EMBEDDING_MODULES):
         raise RequestError(
-            f"{path} holds {name!r}: adapters of embeddings and of the output layer are not served; train with the "
+            f"{path} holds {name!r}: adapters of embeddings and of the output layer are not served; train "
+            "with the "
             "attention and MLP layers as target_modules."
         )
     match = _TENSOR.fullmatch(name)
@@ -215,14 +238,18 @@ def _module_and_matrix(path: Path, name: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _check_shapes(path: Path, module: str, a: list[int], b: list[int], expected: Shape, max_rank: int) -> None:
+def _check_shapes(
+    path: Path, module: str, a: list[int], b: list[int], expected: Shape, max_rank: int
+) -> None:
     outputs, inputs = expected
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] < 1 or a[1] != inputs or b[0] != outputs:
         raise RequestError(
-            f"{path}: lora_A and lora_B of {module} have shapes {a} and {b}, but the model calls for [r, {inputs}] and "
+            f"{path}: lora_A and lora_B of {module} have shapes {a} and {b}, but the model calls for [r, "
+            f"{inputs}] and "
             f"[{outputs}, r]: it is for another base model."
         )
     if a[0] > max_rank:
         raise RequestError(
-            f"{path}: {module} has rank {a[0]}, but max_lora_rank is {max_rank}: start the engine with a larger one."
+            f"{path}: {module} has rank {a[0]}, but max_lora_rank is {max_rank}: start the engine with a "
+            "larger one."
         )

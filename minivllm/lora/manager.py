@@ -1,7 +1,7 @@
 """The worker's adapters: in host memory by name, and in the slots of the stacks that the linear layers read.
 
-Slot 0 is no adapter. The registry of the engine core decides what is in memory; the scheduler's admission sees to it
-that the requests that run never use more adapters than there are slots.
+Slot 0 is no adapter. The registry of the engine core decides what is in memory; the scheduler's admission
+sees to it that the requests that run never use more adapters than there are slots.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from minivllm.specs.decoder import DecoderConfig
 class AdapterManager:
     """Gives every linear layer of a model room for ``max_loras`` adapters, and fills it.
 
-    To be made before the model's regions are built: the stacks are arguments of the compiled code, which never
-    changes afterwards, whatever adapters come and go.
+    To be made before the model's regions are built: the stacks are arguments of the compiled code, which
+    never changes afterwards, whatever adapters come and go.
     """
 
     def __init__(self, model: Model, config: LoRAConfig, described: object = None) -> None:
-        """described: the model's configuration. By a DecoderConfig, adapters may name modules as published checkpoints
-        of its family do, which is how PEFT names them."""
+        """described: the model's configuration. By a DecoderConfig, adapters may name modules as published
+        checkpoints of its family do, which is how PEFT names them."""
         self._config, self._dtype, self._device = config, model.dtype, model.device
         self._num_chunks = 1 + config.max_loras * chunks_of_rank(config.max_lora_rank)
         self._linears = model.linears
@@ -50,7 +50,8 @@ class AdapterManager:
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(config.max_loras, 0, -1))
-        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk belongs to no adapter.
+        # By slot: the chunks that its adapter has in the stacks of every layer.
+        # The first chunk belongs to no adapter.
         self._chunks: dict[int, range] = {}
 
     @property
@@ -65,7 +66,8 @@ class AdapterManager:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """[out, in] in the whole model of every linear layer that an adapter may change, by its name there."""
+        """[out, in] in the whole model of every linear layer that an adapter may change,
+        by its name there."""
         return dict(self._expected)
 
     def rank(self, name: str) -> int:
@@ -114,19 +116,25 @@ class AdapterManager:
                 slot = self._slots.pop(name)
                 del self._chunks[slot]
                 return slot
-        raise RuntimeError(f"All {self._config.max_loras} adapter slots are in use, which admission should prevent.")
+        raise RuntimeError(
+            f"All {self._config.max_loras} adapter slots are in use, which admission should prevent."
+        )
 
     def _make_stacks(self, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
-        """a, b and columns of add_low_rank for this worker's shard, with room for the largest ranks in all slots."""
+        """a, b and columns of add_low_rank for this worker's shard,
+        with room for the largest ranks in all slots."""
         width = lane_width(tuple(linear.sizes.values()), self._device)
         shape_of_a = (self._num_chunks, CHUNK, len(linear.sizes), linear.in_features)
         shape_of_b = (self._num_chunks, linear.out_features // width, CHUNK, width)
-        a, b = (torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in (shape_of_a, shape_of_b))
+        a, b = (
+            torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in (shape_of_a, shape_of_b)
+        )
         columns = torch.zeros(self._config.max_loras + 1, 2, dtype=torch.int32, device=self._device)
         return a, b, columns
 
     def _place(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter to the first chunks that are free; close the gaps if what is free lies scattered."""
+        """Copy an adapter to the first chunks that are free;
+        close the gaps if what is free lies scattered."""
         size = chunks_of_rank(adapter.rank)
         start = 1
         for taken in sorted(self._chunks.values(), key=lambda chunks: chunks.start):
@@ -142,7 +150,8 @@ class AdapterManager:
         self._fill(slot, adapter, start)
 
     def _fill(self, slot: int, adapter: Adapter, first: int) -> None:
-        """Copy an adapter into the chunks from ``first`` on, zeros where it changes nothing or has a lower rank."""
+        """Copy an adapter into the chunks from ``first`` on,
+        zeros where it changes nothing or has a lower rank."""
         self._chunks[slot] = chunks = range(first, first + chunks_of_rank(adapter.rank))
         for block, linear in self._linears:
             a, b, columns = linear.adapters
@@ -154,7 +163,10 @@ class AdapterManager:
             width, start = b.shape[3], 0
             for part, ((name, size), low_rank) in enumerate(zip(linear.sizes.items(), low_ranks)):
                 if low_rank is not None:
-                    own, pieces = _own_shard(low_rank, linear, name), slice(start // width, (start + size) // width)
+                    own, pieces = (
+                        _own_shard(low_rank, linear, name),
+                        slice(start // width, (start + size) // width),
+                    )
                     for chunk, own_a, own_b in zip(chunks, own.a.split(CHUNK), own.b.T.split(CHUNK)):
                         a[chunk, : len(own_a), part].copy_(own_a, non_blocking=True)
                         if b.shape[1] == 1:  # all outputs in one piece, of which these are a part
@@ -188,12 +200,14 @@ class BatchAdapters:
             self._names[slot] = name
 
     def remove(self, slot: int) -> None:
-        """The request of the slot has left; its adapter stays where it is until another one needs the place."""
+        """The request of the slot has left;
+        its adapter stays where it is until another one needs the place."""
         self.lora_slots[slot] = self.ranks[slot] = 0
         self._names.pop(slot, None)
 
     def tiles(self, slots: np.ndarray, padded: int) -> AdapterTiles:
-        """How the tokens of a step meet their adapters. slots [n]: each token's in the batch; padded: at least n."""
+        """How the tokens of a step meet their adapters.
+        slots [n]: each token's in the batch; padded: at least n."""
         own = np.zeros((2, padded), dtype=np.int32)
         own[0, : len(slots)], own[1, : len(slots)] = self.lora_slots[slots], self.ranks[slots]
         return adapter_tiles(own[0], own[1], self._max_chunks)
@@ -215,8 +229,8 @@ def _own_shard(low_rank: LowRank, linear: Linear, part: str) -> LowRank:
 def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> AdapterTiles:
     """The tiles of a batch in the sizes that compiled code takes: fixed for one row, and otherwise 2 or more.
 
-    slots int [T]: adapter of each row, 0 for none. ranks int [T]: rank of that adapter. max_chunks: what the highest
-    rank there can be takes. More tiles than pay are not filled in: one more than MAX_TILES says so.
+    slots int [T]: adapter of each row, 0 for none. ranks int [T]: rank of that adapter. max_chunks: what the
+    highest rank there can be takes. More tiles than pay are not filled in: one more than MAX_TILES says so.
     """
     rows = len(slots)
     lanes = 1 if rows == 1 else LANES
@@ -239,14 +253,20 @@ def adapter_tile_specs(max_chunks: int, tokens: Size, device: torch.device) -> A
     return AdapterTiles(*specs)
 
 
-def plan_tiles(slots: np.ndarray, ranks: np.ndarray, lanes: int, places: np.ndarray) -> tuple[np.ndarray, ...] | None:
-    """The tiles (rows, adapters and chunks of AdapterTiles) of a batch; None if there are more than MAX_TILES.
+def plan_tiles(
+    slots: np.ndarray, ranks: np.ndarray, lanes: int, places: np.ndarray
+) -> tuple[np.ndarray, ...] | None:
+    """The tiles (rows, adapters and chunks of AdapterTiles) of a batch;
+    None if there are more than MAX_TILES.
 
-    slots int [T]: adapter of each row, 0 for none. ranks int [T]: rank of that adapter. places [T, chunks]: written.
+    slots int [T]: adapter of each row, 0 for none. ranks int [T]: rank of that adapter.
+    places [T, chunks]: written.
     """
     places[:] = -1
     used = np.flatnonzero(slots)
-    adapters, first, group, counts = np.unique(slots[used], return_index=True, return_inverse=True, return_counts=True)
+    adapters, first, group, counts = np.unique(
+        slots[used], return_index=True, return_inverse=True, return_counts=True
+    )
     depths = -(-ranks[used[first]] // CHUNK)
     heights = -(-counts // lanes)
     total = int((depths * heights).sum())

@@ -1,4 +1,5 @@
-"""The engine core's view of adapters: which ones are known, which are in memory, and who may run with them."""
+"""The engine core's view of adapters:
+which ones are known, which are in memory, and who may run with them."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class _Known:
 class AdapterRegistry:
     """Adapters by name, with an LRU over the host memory of the workers.
 
-    collective: runs a method of every worker and returns the results (Executor.collective). At most ``max_cpu_loras``
-    adapters are kept in memory, more only while unfinished requests use more; an adapter that had to go stays known and
-    is read again when it is asked for.
+    collective: runs a method of every worker and returns the results (Executor.collective). At most
+    ``max_cpu_loras`` adapters are kept in memory, more only while unfinished requests use more; an adapter
+    that had to go stays known and is read again when it is asked for.
     """
 
     def __init__(self, config: LoRAConfig, collective: Callable[..., list[Any]]) -> None:
@@ -41,13 +42,14 @@ class AdapterRegistry:
     def add(self, request: LoRARequest, in_use: Iterable[str]) -> str:
         """Have an adapter in memory; the digest of its contents, which names them in the prefix cache.
 
-        in_use: names of the adapters of unfinished requests. Raises RequestError if the adapter cannot be served; then
-        nothing has changed.
+        in_use: names of the adapters of unfinished requests.
+        Raises RequestError if the adapter cannot be served; then nothing has changed.
         """
         known = self._known.get(request.name, _Known(request))
         if known.request.path != request.path:
             raise RequestError(
-                f"The name {request.name!r} is taken by the adapter in {known.request.path}, not {request.path}: "
+                f"The name {request.name!r} is taken by the adapter in {known.request.path}, not "
+                f"{request.path}: "
                 "remove that one first, or choose another name."
             )
         if known.digest is None:
@@ -58,14 +60,17 @@ class AdapterRegistry:
         return known.digest
 
     def _load(self, request: LoRARequest) -> str:
-        """Have all workers read an adapter. Returns its digest. Raises RequestError, and then no worker has it."""
+        """Have all workers read an adapter. Returns its digest.
+        Raises RequestError, and then no worker has it."""
         try:
             digests = self._collective("load_adapter", request)
             others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
             if others:
                 raise RequestError(
-                    f"The adapter {request.name!r} is not the same on all nodes: {request.path} holds something else "
-                    f"for the workers of rank {', '.join(others)} than for that of rank 0. Copy one of them to all."
+                    f"The adapter {request.name!r} is not the same on all nodes: {request.path} holds "
+                    "something else "
+                    f"for the workers of rank {', '.join(others)} than for that of rank 0. Copy one of them "
+                    "to all."
                 )
         except RequestError:
             self._collective("unload_adapter", request.name)
@@ -74,9 +79,12 @@ class AdapterRegistry:
         return digest
 
     def remove(self, name: str, in_use: Iterable[str]) -> bool:
-        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        """Forget an adapter; False if it is not known.
+        Raises RequestError while unfinished requests use it."""
         if name in in_use:
-            raise RequestError(f"The adapter {name!r} is in use by unfinished requests: let them end, or abort them.")
+            raise RequestError(
+                f"The adapter {name!r} is in use by unfinished requests: let them end, or abort them."
+            )
         known = self._known.pop(name, None)
         if known is not None and known.digest is not None:
             self._collective("unload_adapter", name)
@@ -115,7 +123,8 @@ class AdapterAdmission:
         self._ahead.clear()
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        """False while the slots are taken by other adapters, or kept for those who have waited long enough."""
+        """False while the slots are taken by other adapters,
+        or kept for those who have waited long enough."""
         lora = request.engine_request.lora
         if lora is None:
             return True

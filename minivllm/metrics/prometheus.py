@@ -1,4 +1,5 @@
-"""Prometheus metrics of a server, and its status line. Every label is one of a fixed set, never a client's text."""
+"""Prometheus metrics of a server, and its status line.
+Every label is one of a fixed set, never a client's text."""
 
 from __future__ import annotations
 
@@ -15,8 +16,42 @@ from prometheus_client.metrics_core import Metric
 from minivllm.messages import KVTransferStats, SchedulerStats
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 
-TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-REQUEST_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+TOKEN_LATENCIES = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+)
+REQUEST_LATENCIES = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    320.0,
+    640.0,
+)
 TOKEN_COUNTS = tuple(2.0**power for power in range(18))
 MAX_DRAFT_POSITIONS = 32
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -37,14 +72,23 @@ class ServerMetrics:
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
         self.ttft = self._seconds("time_to_first_token", "Arrival until the first token.", REQUEST_LATENCIES)
-        self.itl = self._seconds("inter_token_latency", "Between two tokens of one completion.", TOKEN_LATENCIES)
-        self.tpot = self._seconds("time_per_output_token", "Mean of a request, without the first.", TOKEN_LATENCIES)
+        self.itl = self._seconds(
+            "inter_token_latency", "Between two tokens of one completion.", TOKEN_LATENCIES
+        )
+        self.tpot = self._seconds(
+            "time_per_output_token", "Mean of a request, without the first.", TOKEN_LATENCIES
+        )
         self.e2e = self._seconds("e2e_request_latency", "Arrival until the end.", REQUEST_LATENCIES)
         self.queue = self._seconds("request_queue_time", "Arrival until first scheduled.", REQUEST_LATENCIES)
-        self.prefill = self._seconds("request_prefill_time", "First scheduled until first token.", REQUEST_LATENCIES)
+        self.prefill = self._seconds(
+            "request_prefill_time", "First scheduled until first token.", REQUEST_LATENCIES
+        )
         self.decode = self._seconds("request_decode_time", "First token until the last.", REQUEST_LATENCIES)
         self.prompt_length = Histogram(
-            "minivllm_request_prompt_tokens", "Tokens per prompt.", buckets=TOKEN_COUNTS, registry=self.registry
+            "minivllm_request_prompt_tokens",
+            "Tokens per prompt.",
+            buckets=TOKEN_COUNTS,
+            registry=self.registry,
         )
         self.generation_length = Histogram(
             "minivllm_request_generation_tokens",
@@ -54,7 +98,8 @@ class ServerMetrics:
         )
 
     def look_at_engines(self, stats: Sequence[SchedulerStats | None], num_restarts: Sequence[int]) -> None:
-        """Take in the counters of the engines; None for an engine that did not answer, whose last counters stay."""
+        """Take in the counters of the engines;
+        None for an engine that did not answer, whose last counters stay."""
         before = dict(enumerate(self.engines))
         self.engines = [
             replace(before.get(index, EngineSample()), is_up=False, num_restarts=restarts)
@@ -71,13 +116,15 @@ class ServerMetrics:
         return Counter(f"minivllm_{name}", text, labels, registry=self.registry)
 
     def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"minivllm_{name}_seconds", f"{text} [seconds]", buckets=buckets, registry=self.registry)
+        return Histogram(
+            f"minivllm_{name}_seconds", f"{text} [seconds]", buckets=buckets, registry=self.registry
+        )
 
 
 @dataclass(frozen=True)
 class EngineSample:
-    """One engine at the last look. is_up: it answered then. num_restarts: how often it was started again after a death.
-    answered_at: when it answered last, monotonic time [seconds]."""
+    """One engine at the last look. is_up: it answered then. num_restarts: how often it was started again
+    after a death. answered_at: when it answered last, monotonic time [seconds]."""
 
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     is_up: bool = True
@@ -86,7 +133,8 @@ class EngineSample:
 
 
 class RequestRecorder:
-    """Follows the outputs of one request. num_completions: how many the client gets. arrival_time: time.monotonic()."""
+    """Follows the outputs of one request. num_completions: how many the client gets.
+    arrival_time: time.monotonic()."""
 
     def __init__(self, metrics: ServerMetrics, num_completions: int, arrival_time: float) -> None:
         self._metrics = metrics
@@ -125,7 +173,8 @@ class RequestRecorder:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count a request without a last output too: its client left, it failed, or its answer was over early."""
+        """Count a request without a last output too:
+        its client left, it failed, or its answer was over early."""
         reason = "abort"
         try:
             yield
@@ -161,10 +210,22 @@ def _age(engine: EngineSample) -> float:
 
 GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
     ("num_requests_running", "Sequences in the current batch.", lambda one: one.stats.num_running),
-    ("num_requests_waiting", "Sequences that wait for a place in the batch.", lambda one: one.stats.num_waiting),
+    (
+        "num_requests_waiting",
+        "Sequences that wait for a place in the batch.",
+        lambda one: one.stats.num_waiting,
+    ),
     ("kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", lambda one: one.stats.kv_cache_usage),
-    ("engine_up", "1 if the engine core answered in time, 0 if it is down, hangs or is in a long step.", _is_up),
-    ("engine_stats_age_seconds", "How old the engine's figures are, which it gave when it answered last.", _age),
+    (
+        "engine_up",
+        "1 if the engine core answered in time, 0 if it is down, hangs or is in a long step.",
+        _is_up,
+    ),
+    (
+        "engine_stats_age_seconds",
+        "How old the engine's figures are, which it gave when it answered last.",
+        _age,
+    ),
 )
 COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),
@@ -240,7 +301,10 @@ class _EngineCollector:
             for engine, one in engines
             for position, count in enumerate(one.stats.num_accepted_tokens_per_position[:MAX_DRAFT_POSITIONS])
         )
-        name, text = "accepted_tokens_per_pos", "Verifications that kept the drafted token at this position, from 0."
+        name, text = (
+            "accepted_tokens_per_pos",
+            "Verifications that kept the drafted token at this position, from 0.",
+        )
         yield _family(CounterMetricFamily, f"spec_decode_num_{name}", text, of_positions, "position")
 
 
@@ -285,7 +349,10 @@ class StatusLine:
     def next(self, metrics: ServerMetrics, seconds: float) -> str | None:
         """The line for the last ``seconds``; None if nothing happened in them."""
         engines = [one.stats for one in metrics.engines]
-        num_running, num_waiting = sum(one.num_running for one in engines), sum(one.num_waiting for one in engines)
+        num_running, num_waiting = (
+            sum(one.num_running for one in engines),
+            sum(one.num_waiting for one in engines),
+        )
         now = (
             metrics.registry.get_sample_value("minivllm_prompt_tokens_total") or 0.0,
             metrics.registry.get_sample_value("minivllm_generation_tokens_total") or 0.0,

@@ -45,7 +45,8 @@ class Tracing:
 
     @contextmanager
     def following(self, request: PreparedRequest, model: str) -> Iterator[Record]:
-        """Follow a request while the context lasts; an exception that ends it is told of one that is unfinished.
+        """Follow a request while the context lasts;
+        an exception that ends it is told of one that is unfinished.
 
         model: the name of what is served without an adapter.
         """
@@ -56,7 +57,8 @@ class Tracing:
 
 
 class OpenTelemetryTracing(Tracing):
-    """Spans of one provider, which it owns: ``request`` with the children ``queue``, ``prefill`` and ``decode``."""
+    """Spans of one provider, which it owns:
+    ``request`` with the children ``queue``, ``prefill`` and ``decode``."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -70,7 +72,9 @@ class OpenTelemetryTracing(Tracing):
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             headers = {
-                name.decode(): value.decode("latin-1") for name, value in scope.get("headers", ()) if name in PROPAGATED
+                name.decode(): value.decode("latin-1")
+                for name, value in scope.get("headers", ())
+                if name in PROPAGATED
             }
             token = context.attach(propagator.extract(headers))
             try:
@@ -90,7 +94,9 @@ class OpenTelemetryTracing(Tracing):
         def record(output: RequestOutput) -> None:
             nonlocal last
             last = output
-            reasons.update({one.index: one.finish_reason for one in output.outputs if one.finish_reason is not None})
+            reasons.update(
+                {one.index: one.finish_reason for one in output.outputs if one.finish_reason is not None}
+            )
 
         try:
             yield record
@@ -117,7 +123,10 @@ class OpenTelemetryTracing(Tracing):
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         }
         return self._tracer.start_span(
-            "request", kind=SpanKind.SERVER, attributes=attributes, start_time=_wall_time(request.arrival_time)
+            "request",
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=_wall_time(request.arrival_time),
         )
 
     def _end(
@@ -161,7 +170,9 @@ class OpenTelemetryTracing(Tracing):
         parent = set_span_in_context(span)
         for name, start, end in phases:
             if start is not None and end is not None:
-                self._tracer.start_span(name, context=parent, start_time=_wall_time(start)).end(_wall_time(end))
+                self._tracer.start_span(name, context=parent, start_time=_wall_time(start)).end(
+                    _wall_time(end)
+                )
 
 
 def check_packages(endpoint: str | None) -> None:
@@ -173,8 +184,8 @@ def check_packages(endpoint: str | None) -> None:
 def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
     """Tracing to ``endpoint``, or to where OpenTelemetry's own variables say; none where neither names one.
 
-    endpoint: of an OTLP collector over HTTP, such as http://127.0.0.1:4318. Raises ConfigError if the packages are
-    missing that it needs; where only a variable asks for traces, that is a warning.
+    endpoint: of an OTLP collector over HTTP, such as http://127.0.0.1:4318. Raises ConfigError if the
+    packages are missing that it needs; where only a variable asks for traces, that is a warning.
     """
     is_named = any(environment.get(name) for name in ENDPOINT_VARIABLES)
     if endpoint is None and (not is_named or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"):

@@ -16,8 +16,8 @@ from minivllm.specs.caches import ROWS, TOKENS, LayerCache
 
 
 def program_inputs(tokens: TokenInputs, caches: Sequence[LayerCache | None]) -> Mapping[Name, Tree]:
-    """The registers at the beginning of a step, and "rows": the picked ones. All are given as specs; None in place of
-    the cache of a layer that keeps a state."""
+    """The registers at the beginning of a step, and "rows": the picked ones. All are given as specs; None in
+    place of the cache of a layer that keeps a state."""
     positions: TensorSpec = tokens.positions  # type: ignore[assignment]
     return {
         "token_ids": TensorSpec((TOKENS,), torch.int32, positions.device),
@@ -34,7 +34,8 @@ class BoundProgram:
     def __init__(self, plan: Plan, compile_region: CompileRegion) -> None:
         self._body = Runner(plan.body, compile_region)
         self._tail = None if plan.tail is None else Runner(plan.tail, compile_region)
-        # The tail is given the results of the body, then those inputs of the body that it reads as well, then the rows.
+        # The tail is given the results of the body, then those inputs of the body that it reads as well,
+        # then the rows.
         again = () if plan.tail is None else plan.tail.inputs[len(plan.body.results) : -1]
         assert set(again) <= {"positions", "adapters"}, again
         self._reads_positions, self._reads_adapters = "positions" in again, "adapters" in again
@@ -55,8 +56,8 @@ class BoundProgram:
         world: World,
         *more: Tensor,
     ) -> Hidden:
-        """Everything up to the choice of rows. more: the inputs after those of ``program_inputs``. Returns what follows
-        reads of it; nothing, if the program ends without a result."""
+        """Everything up to the choice of rows. more: the inputs after those of ``program_inputs``. Returns
+        what follows reads of it; nothing, if the program ends without a result."""
         inputs: list[Tensor] = [token_ids, tokens.positions]
         if tokens.adapters is not None:
             flatten(tokens.adapters, inputs)

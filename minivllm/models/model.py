@@ -1,13 +1,14 @@
-"""What a model is to the engine: the protocol that the worker is written against, and the types that it speaks.
+"""What a model is to the engine:
+the protocol that the worker is written against, and the types that it speaks.
 
 A model computes in two moves, so that logits are made only for the tokens whose logits are needed:
 
     hidden = model.forward(token_ids, tokens, caches, attend)      layer by layer; attend(layer, q) in between
     logits = model.logits(hidden, rows, tokens)                    of the picked rows
 
-It knows nothing of requests, blocks or schedules: ``tokens`` says where each token stands and where its keys and values
-go, and ``attend`` is the attention over everything that the caches hold. ``Decoder`` is one model, ``reference.py`` the
-same arithmetic without any of this.
+It knows nothing of requests, blocks or schedules: ``tokens`` says where each token stands and where its keys
+and values go, and ``attend`` is the attention over everything that the caches hold. ``Decoder`` is one model,
+``reference.py`` the same arithmetic without any of this.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ Hidden = tuple[Tensor, ...]
 """What a model computed of a step: tensors [tokens, …], whose meaning is its own business."""
 
 Given = Tensor | tuple[Tensor, ...] | None
-"""What a layer hands over beside its queries: attention's sinks, or the weights that a state is updated with."""
+"""What a layer hands over beside its queries:
+attention's sinks, or the weights that a state is updated with."""
 
 
 class Attend(Protocol):
-    """Attention of one layer over everything that the caches hold; in layers that keep a state, its update."""
+    """Attention of one layer over everything that the caches hold;
+    in layers that keep a state, its update."""
 
     def __call__(self, layer: int, q: Tensor, given: Given = None) -> Tensor:
-        """q [tokens, kv_heads, G, D] -> o of the same dtype, and shape: only with the spec's value_dim in the place of
-        D, if it has one. given: sinks, float32 [query heads], where the layer's spec has them. In a layer that keeps a
-        state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given are the weights of the update."""
+        """q [tokens, kv_heads, G, D] -> o of the same dtype, and shape: only with the spec's value_dim in the
+        place of D, if it has one. given: sinks, float32 [query heads], where the layer's spec has them. In a
+        layer that keeps a state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given are the weights of
+        the update."""
 
 
 class ImageRows(NamedTuple):
     """Tokens that stand for parts of images.
 
-    features: [tokens, hidden], in the rows of these tokens what takes the place of their embeddings. is_image: bool
-    [tokens].
+    features: [tokens, hidden], in the rows of these tokens what takes the place of their embeddings.
+    is_image: bool [tokens].
     """
 
     features: Tensor
@@ -56,8 +60,8 @@ class ImageRows(NamedTuple):
 class TokenInputs(NamedTuple):
     """What every layer needs of the tokens in this step.
 
-    positions: in the sequence, int32 [tokens]. adapters: that of each token; None where the linear layers have no
-    adapters. images: None in a step without images.
+    positions: in the sequence, int32 [tokens]. adapters: that of each token; None where the linear layers
+    have no adapters. images: None in a step without images.
     """
 
     positions: Tensor
@@ -68,8 +72,8 @@ class TokenInputs(NamedTuple):
 class HiddenTap(NamedTuple):
     """Hands out what a model computes on its way, to a drafter that reads it.
 
-    layers: those whose inputs are wanted, ascending. take: called at the end of every ``forward`` with these inputs
-    [tokens, hidden] each, what ``forward`` returns, the tokens and the caches.
+    layers: those whose inputs are wanted, ascending. take: called at the end of every ``forward`` with these
+    inputs [tokens, hidden] each, what ``forward`` returns, the tokens and the caches.
     """
 
     layers: tuple[int, ...]
@@ -79,12 +83,14 @@ class HiddenTap(NamedTuple):
 class Model(Protocol):
     """A model on one device. The worker runs whatever has these members; nothing else of it is looked at.
 
-    vocab_size: tokens that there are logits of. dtype: of weights and activations. attention_dtype: of queries and of
-    attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps; of a layer that keeps a
-    state, its mixer's spec, and what the state is made of. feature_size: values
-    of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters may
-    change, by the block they lie in ("model.layers.0.mlp"). linear_shapes: [out, in] of their parts in the whole model,
-    those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out hidden
+    vocab_size: tokens that there are logits of. dtype: of weights and activations. attention_dtype: of
+    queries and of attention's output. attention_specs, cache_specs: how each layer attends, and what it
+    keeps; of a layer that keeps a state, its mixer's spec, and what the state is made of. feature_size:
+    values
+    of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters
+    may change, by the block they lie in ("model.layers.0.mlp"). linear_shapes: [out, in] of their parts in
+    the whole model, those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out
+    hidden
     states, if they are wanted; a model without taps never looks at it.
     """
 
@@ -114,29 +120,37 @@ class Model(Protocol):
         """Weights that computing a token reads, from which the cost of a draft is estimated."""
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
-        """Take tensors under their names in the checkpoint. Raises ModelError for a name that has no place."""
+        """Take tensors under their names in the checkpoint.
+        Raises ModelError for a name that has no place."""
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every weight by ``change(weight)``: to count them, move them away and back, or drop them."""
+        """Replace every weight by ``change(weight)``:
+        to count them, move them away and back, or drop them."""
 
     def take_weights(self, other: Any) -> None:
-        """Take over the weights of a model that was loaded in the same way. Raises ModelError if they do not fit."""
+        """Take over the weights of a model that was loaded in the same way.
+        Raises ModelError if they do not fit."""
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
-        """Have ``compile_region`` compile what lies between attentions. It comes before the first ``forward``, and
-        again when the engine changes over to compiled code.
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
+        """Have ``compile_region`` compile what lies between attentions. It comes before the first
+        ``forward``, and again when the engine changes over to compiled code.
 
         tokens, caches: TensorSpecs of what ``forward`` will be given, in the places of the tensors.
         """
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
         """Compute a step, token_ids int32 [tokens], for ``logits`` and ``hidden_states``.
 
         Before each layer attends, its keys and values are in its cache, at its ``slots``.
         """
 
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
-        """Logits [len(rows), vocab_size] of the picked rows (int32) of what ``forward`` returned for these tokens."""
+        """Logits [len(rows), vocab_size] of the picked rows (int32) of what ``forward`` returned for these
+        tokens."""
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden size], normalised, of the picked rows; for embeddings."""

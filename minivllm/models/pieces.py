@@ -68,7 +68,9 @@ class ProjectPart:
 
     product: Product
 
-    def __call__(self, x: Tensor, adapters: RowAdapters | None, largest: Tensor, arguments: LinearTensors) -> Tensor:
+    def __call__(
+        self, x: Tensor, adapters: RowAdapters | None, largest: Tensor, arguments: LinearTensors
+    ) -> Tensor:
         return self.product(x, arguments, adapters, largest)
 
 
@@ -84,7 +86,8 @@ class Cast:
 
 @dataclass(frozen=True)
 class Flatten:
-    """Attention's output [tokens, kv_heads, G, D] as the input of a product: [tokens, width] in the model's dtype."""
+    """Attention's output [tokens, kv_heads, G, D] as the input of a product:
+    [tokens, width] in the model's dtype."""
 
     dtype: torch.dtype
 

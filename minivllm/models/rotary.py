@@ -16,8 +16,8 @@ from minivllm.specs.attention import RotaryConfig
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
-    """float64 [dim / 2]. "dynamic" and "longrope" are scaled once, for max_model_len, so that chunks and cached
-    blocks agree."""
+    """float64 [dim / 2]. "dynamic" and "longrope" are scaled once, for max_model_len,
+    so that chunks and cached blocks agree."""
     dim, theta, factor, original = rotary.dim, rotary.theta, rotary.factor, rotary.original_max_position
     if rotary.type == "default":
         return default_frequencies(dim, theta)
@@ -26,7 +26,9 @@ def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
     if rotary.type == "dynamic":
         return dynamic_frequencies(dim, theta, factor, original, max_model_len)
     if rotary.type == "llama3":
-        return llama3_frequencies(dim, theta, factor, rotary.low_freq_factor, rotary.high_freq_factor, original)
+        return llama3_frequencies(
+            dim, theta, factor, rotary.low_freq_factor, rotary.high_freq_factor, original
+        )
     if rotary.type == "longrope":
         factors = rotary.long_factors if max_model_len > original else rotary.short_factors
         return default_frequencies(dim, theta) / torch.tensor(factors, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Which part of a model belongs to which worker, and which models can be divided at all.
 
-Parts are ranges of whole units, and need not be equal: KV heads with their query heads, MLP_UNIT values between the
-products of an MLP, VOCABULARY_UNIT tokens. Where there are fewer KV heads than workers, several workers keep the same
-KV head and divide its query heads.
+Parts are ranges of whole units, and need not be equal: KV heads with their query heads, MLP_UNIT values
+between the products of an MLP, VOCABULARY_UNIT tokens. Where there are fewer KV heads than workers, several
+workers keep the same KV head and divide its query heads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ VOCABULARY_UNIT = 64
 
 
 class OwnHeads(NamedTuple):
-    """A worker's query heads and KV heads, of those of the whole layer. is_first: of the workers with these KV heads it
-    is the first one, or the only one."""
+    """A worker's query heads and KV heads, of those of the whole layer. is_first: of the workers with these
+    KV heads it is the first one, or the only one."""
 
     heads: slice
     kv_heads: slice
@@ -58,13 +58,15 @@ def own_heads(spec: Heads, shard: Shard) -> OwnHeads:
     kv_head = shard.rank // replicas
     own = Shard(shard.rank % replicas, replicas).own(group)
     return OwnHeads(
-        slice(kv_head * group + own.start, kv_head * group + own.stop), slice(kv_head, kv_head + 1), own.start == 0
+        slice(kv_head * group + own.start, kv_head * group + own.stop),
+        slice(kv_head, kv_head + 1),
+        own.start == 0,
     )
 
 
 def own_inner(inner: int, shard: Shard) -> slice:
-    """A worker's range of the values between the products of an MLP or of every expert of a layer, or of the channels
-    of a short convolution."""
+    """A worker's range of the values between the products of an MLP or of every expert of a layer,
+    or of the channels of a short convolution."""
     return shard.own(inner, MLP_UNIT, last_get_more=True)
 
 
@@ -74,18 +76,20 @@ def times(own: slice, width: int) -> slice:
 
 
 def check_layout(config: DecoderConfig, size: int, quantization: str | None, num_sharing: int | None) -> None:
-    """Raises ConfigError where ``size`` workers cannot divide this model. num_sharing: workers that divide the experts
-    of a layer, each of them whole; None where they have a part of every one."""
+    """Raises ConfigError where ``size`` workers cannot divide this model. num_sharing: workers that divide
+    the experts of a layer, each of them whole; None where they have a part of every one."""
     if num_sharing is not None and not any(isinstance(layer.mlp, MoeSpec) for layer in config.layers):
         raise ConfigError(
-            f"enable_expert_parallel divides experts among workers, but the layers of {config.architecture} have none: "
+            f"enable_expert_parallel divides experts among workers, but the layers of {config.architecture} "
+            "have none: "
             f"leave it out."
         )
     for number, layer in enumerate(config.layers):
         mlp = layer.mlp
         if num_sharing is not None and isinstance(mlp, MoeSpec) and mlp.num_experts < num_sharing:
             raise ConfigError(
-                f"{num_sharing} workers divide experts (tensor_parallel_size times data_parallel_size), but layer "
+                f"{num_sharing} workers divide experts (tensor_parallel_size times data_parallel_size), but "
+                "layer "
                 f"{number} of this model has {mlp.num_experts} experts: use that many or less."
             )
         reason = None if size == 1 else _obstacle(layer, size, quantization, num_sharing is not None)
@@ -94,15 +98,19 @@ def check_layout(config: DecoderConfig, size: int, quantization: str | None, num
     units = -(-config.vocab_size // VOCABULARY_UNIT)
     if units < size:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but the vocabulary of {config.vocab_size} tokens is divided in units of "
+            f"tensor_parallel_size is {size}, but the vocabulary of {config.vocab_size} tokens is divided in "
+            "units of "
             f"{VOCABULARY_UNIT}, which are {units}: use {units} or less."
         )
 
 
 def agrees_on_scales(config: DecoderConfig) -> bool:
-    """Whether workers who divide the inputs of a product can agree on the largest of them, everywhere in this model."""
+    """Whether workers who divide the inputs of a product can agree on the largest of them,
+    everywhere in this model."""
     return all(
-        isinstance(layer.mixer, SelfAttentionSpec) and not layer.mixer.output_gate and isinstance(layer.mlp, MlpSpec)
+        isinstance(layer.mixer, SelfAttentionSpec)
+        and not layer.mixer.output_gate
+        and isinstance(layer.mlp, MlpSpec)
         for layer in config.layers
     )
 
@@ -123,7 +131,8 @@ def obstacle_to_heads(heads: int, kv_heads: int, size: int) -> str | None:
     """Why ``size`` workers cannot divide the heads of a layer, if they cannot."""
     if size > kv_heads and size % kv_heads:
         return (
-            f"has {kv_heads} KV heads, which more workers can only share evenly: use at most {kv_heads} or a multiple "
+            f"has {kv_heads} KV heads, which more workers can only share evenly: use at most {kv_heads} or a "
+            "multiple "
             f"of it"
         )
     return f"has {heads} query heads: use that many or less" if size > heads else None
@@ -149,7 +158,8 @@ def _obstacle_to_heads(spec: MixerSpec, size: int, quantization: str | None) -> 
         return f"has {heads} {kind}: use that many or less"
     if quantization == "int4" and unit % MLP_UNIT:
         return (
-            f"has attention outputs in units of {unit}, and 4-bit scales are for {MLP_UNIT} inputs: use int8 or one "
+            f"has attention outputs in units of {unit}, and 4-bit scales are for {MLP_UNIT} inputs: use int8 "
+            "or one "
             f"worker"
         )
     return None

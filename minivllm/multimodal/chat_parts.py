@@ -23,9 +23,11 @@ _DETAILS: Mapping[str, Mapping[str, bool]] = {
 def take_images(
     messages: Sequence[Any], images: PromptImages | None, no_images: str
 ) -> tuple[list[Any], list[Picture]]:
-    """(messages, pictures): each part with an image has become ``{"type": "image"}``, as chat templates know it.
+    """(messages, pictures): each part with an image has become ``{"type":
+    "image"}``, as chat templates know it.
 
-    images: None for a model that reads text only, and no_images says why. Raises RequestError that names the part.
+    images: None for a model that reads text only, and no_images says why.
+    Raises RequestError that names the part.
     """
     pictures: list[Picture] = []
     taken = []
@@ -45,7 +47,8 @@ def take_images(
                 raise RequestError(f"{name} is an image: at most 0 images per request. {no_images}")
             if len(pictures) == images.config.most_in_prompt:
                 raise RequestError(
-                    f"{name} is one image too many: at most {len(pictures)} images per request (limit_mm_per_prompt)."
+                    f"{name} is one image too many: at most {len(pictures)} images per request "
+                    "(limit_mm_per_prompt)."
                 )
             pictures.append(_picture(part, kind, name, images))
             parts.append({"type": "image"})
@@ -62,7 +65,9 @@ def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages
     if options is None:
         raise RequestError(f"{name}: detail is {reprlib.repr(detail)}, but must be auto, low or high.")
     if not set(options) <= set(images.options):
-        raise RequestError(f"{name}: detail is {detail!r}, but images of this model have no choices: leave it out.")
+        raise RequestError(
+            f"{name}: detail is {detail!r}, but images of this model have no choices: leave it out."
+        )
     return images.read_one(read_data_url(url, name), options, name)
 
 
@@ -73,15 +78,20 @@ def read_data_url(url: Any, name: str) -> bytes:
     head, comma, body = url[:256].partition(",")
     scheme = head.partition(":")[0].lower()
     if scheme in ("http", "https"):
-        raise RequestError(f"{name}: remote images are off, since the server fetches nothing: send a data URL.")
+        raise RequestError(
+            f"{name}: remote images are off, since the server fetches nothing: send a data URL."
+        )
     if scheme != "data" or not comma or not head.lower().endswith(";base64"):
         raise RequestError(
-            f"{name}: the url begins with {reprlib.repr(url[:32])}, but must begin with 'data:image/png;base64,' or "
+            f"{name}: the url begins with {reprlib.repr(url[:32])}, but must begin with "
+            "'data:image/png;base64,' or "
             "the like."
         )
     body = url[len(head) + 1 :]
     if len(body) > MAX_FILE_BYTES * 4 // 3 + 4:
-        raise RequestError(f"{name} has about {len(body) * 3 // 4} bytes, but may have at most {MAX_FILE_BYTES}.")
+        raise RequestError(
+            f"{name} has about {len(body) * 3 // 4} bytes, but may have at most {MAX_FILE_BYTES}."
+        )
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -1,7 +1,7 @@
 """Pictures: files of images that are read by their header first, and decoded only within limits.
 
-An image of a prompt is whatever the sender likes to send. So its format is told from its first bytes, its size from its
-header, and nothing is decoded that is too large. PIL is imported with the first picture.
+An image of a prompt is whatever the sender likes to send. So its format is told from its first bytes, its
+size from its header, and nothing is decoded that is too large. PIL is imported with the first picture.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MEMO_ENTRIES = 4096
 class Picture:
     """An image that a request brings. source: bytes of a file, or an image of PIL. options: see Expansion.
 
-    width, height: after the rotation that its EXIF data ask for. digest: of its pixels and options, 32 bytes. Compared
-    by identity: a store keeps pictures as long as their requests do.
+    width, height: after the rotation that its EXIF data ask for. digest: of its pixels and options, 32 bytes.
+    Compared by identity: a store keeps pictures as long as their requests do.
     """
 
     source: bytes | Image
@@ -99,7 +99,9 @@ def _open(data: bytes, name: str = "The image") -> Image:
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
-            raise RequestError(f"{name} is no file of the formats {', '.join(FORMATS)}: send one of these.") from None
+            raise RequestError(
+                f"{name} is no file of the formats {', '.join(FORMATS)}: send one of these."
+            ) from None
         except Image.DecompressionBombError:
             raise RequestError(f"{name} has far too many pixels: it may have at most {MAX_PIXELS}.") from None
         except Exception as error:  # a broken header may raise anything
@@ -116,7 +118,9 @@ def _check_size(width: int, height: int, name: str) -> None:
     if min(width, height) < 1 or max(width, height) > MAX_SIDE:
         raise RequestError(f"{size}, but a side may have 1 to {MAX_SIDE}.")
     if width * height > MAX_PIXELS:
-        raise RequestError(f"{size}, together {width * height}, but may have at most {MAX_PIXELS}: make it smaller.")
+        raise RequestError(
+            f"{size}, together {width * height}, but may have at most {MAX_PIXELS}: make it smaller."
+        )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise RequestError(f"{size}, but one side may be at most {MAX_RATIO} times as long as the other.")
 
@@ -137,7 +141,11 @@ def _rgb(image: Image) -> Image:
     except Exception:  # EXIF data are an extra: without them the image is taken as it lies
         image.load()
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        image = image.point(lambda value: value * (1 / 256)).convert("L") if image.mode != "F" else image.convert("L")
+        image = (
+            image.point(lambda value: value * (1 / 256)).convert("L")
+            if image.mode != "F"
+            else image.convert("L")
+        )
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -150,8 +158,8 @@ def _canonical(options: Mapping[str, bool]) -> bytes:
 
 
 def _digest(image: Image, options: Mapping[str, bool]) -> bytes:
-    """SHA-256 of what the encoder gets to see: the pixels in RGB, their size, and the options. Every part is preceded
-    by its length."""
+    """SHA-256 of what the encoder gets to see: the pixels in RGB, their size, and the options.
+    Every part is preceded by its length."""
     digest = hashlib.sha256()
     for part in (b"image 1", pack("<QQ", *image.size), image.tobytes(), _canonical(options)):
         digest.update(pack("<Q", len(part)))

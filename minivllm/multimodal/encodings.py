@@ -1,8 +1,8 @@
 """Which images are encoded, which will be in this step, and which pixels are missing: the scheduler's view.
 
-Embeddings are a reference for the KV cache, not a part of it. They are kept from the first unit to the last chunk that
-reads them, and after that as long as nothing else needs their room: the oldest go first. Planned is as good as done,
-since workers run steps in order.
+Embeddings are a reference for the KV cache, not a part of it. They are kept from the first unit to the last
+chunk that reads them, and after that as long as nothing else needs their room: the oldest go first. Planned
+is as good as done, since workers run steps in order.
 
     text [image 1: unit unit unit] text [image 2: unit unit] text
     computed up to here ^     ^ the chunk ends here: the third unit is not encoded yet
@@ -58,7 +58,8 @@ class Encodings:
         self.num_questions = 0
         """Images whose pixels were asked for, since the start."""
 
-    # -- pixels --------------------------------------------------------------------------------------------------
+    # -- pixels
+    # --------------------------------------------------------------------------------------------------
 
     def want(self, request: Request, num_cached: int) -> None:
         """Ask for the pixels that a request lacks. num_cached: tokens of it that the prefix cache has."""
@@ -82,7 +83,8 @@ class Encodings:
     def _ask_now(self) -> None:
         """Ask for what is missing, in that order: for as much as may be held, and always for one if none is.
 
-        Images that a running request lacks are asked for at once: others may hold all the room until it has ended.
+        Images that a running request lacks are asked for at once:
+        others may hold all the room until it has ended.
         """
         if not self._wanted:
             return
@@ -90,7 +92,9 @@ class Encodings:
         num_units = sum(held) + sum(item.num_units for item in self._asked.values())
         questions, is_full = [], False
         for digest, item in self._wanted.items():
-            is_full = is_full or (num_units > 0 and (num_units + item.num_units) * self._unit_bytes > self._most_bytes)
+            is_full = is_full or (
+                num_units > 0 and (num_units + item.num_units) * self._unit_bytes > self._most_bytes
+            )
             if not is_full or digest in self._urgent:
                 num_units += item.num_units
                 questions.append(digest)
@@ -127,15 +131,17 @@ class Encodings:
         """See AdmissionPolicy."""
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether the pixels of the first image that a waiting request needs are there; see AdmissionPolicy. It need
-        not wait for those of later images: they may have no room before the first one is encoded."""
+        """Whether the pixels of the first image that a waiting request needs are there; see AdmissionPolicy.
+        It need not wait for those of later images: they may have no room before the first one is encoded."""
         digest = self._first_missing.get(request.request_id)
         return digest is None or (digest not in self._asked and digest not in self._wanted)
 
-    # -- a step --------------------------------------------------------------------------------------------------
+    # -- a step
+    # --------------------------------------------------------------------------------------------------
 
     def cut_chunk(self, request: Request, start: int, count: int) -> int:
-        """How many of the ``count`` tokens from ``start`` a step can compute, with what it encodes before; 0 for none.
+        """How many of the ``count`` tokens from ``start`` a step can compute, with what it encodes before;
+        0 for none.
 
         Plans the units that these tokens need, and makes the request a user of their images.
         """
@@ -152,7 +158,8 @@ class Encodings:
         return count
 
     def _encode(self, item: ImageItem, reader: tuple[str, int], end: int) -> int:
-        """Plan units up to position ``end``, as many as the step may encode; embeddings that there will be."""
+        """Plan units up to position ``end``, as many as the step may encode;
+        embeddings that there will be."""
         entry = self._cache.get(item.digest)
         if entry is None or entry.num_units < item.num_units:
             if item.digest not in self._pixels:
@@ -243,11 +250,13 @@ class Encodings:
         return step
 
     def clear(self) -> None:
-        """Forget all embeddings: the encoder has other weights, or no memory. No request may be unfinished."""
+        """Forget all embeddings: the encoder has other weights, or no memory.
+        No request may be unfinished."""
         for digest in list(self._cache):
             self._forget(digest)
 
-    # -- a look inside -------------------------------------------------------------------------------------------
+    # -- a look inside
+    # -------------------------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
@@ -260,13 +269,15 @@ class Encodings:
         return len(self._pixels) + len(self._asked)
 
     def check_integrity(self, running: set[str]) -> None:
-        """Raises RuntimeError if counts contradict one another between two steps. running: ids of the requests."""
+        """Raises RuntimeError if counts contradict one another between two steps.
+        running: ids of the requests."""
         users = {request_id for entry in self._cache.values() for request_id, _ in entry.users}
         if not users <= running:
             raise RuntimeError(f"Requests use encoded images, but do not run: {sorted(users - running)}.")
         held = sum(entry.item.num_embeds for entry in self._cache.values())
         if not held == self._num_embeds <= self._capacity:
             raise RuntimeError(
-                f"The cache of encoded images holds {held} embeddings, but counts {self._num_embeds}, and has room for "
+                f"The cache of encoded images holds {held} embeddings, but counts {self._num_embeds}, and "
+                "has room for "
                 f"{self._capacity}."
             )

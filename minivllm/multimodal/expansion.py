@@ -1,7 +1,8 @@
-"""From the size of an image to the tokens that stand for it: what the processors of transformers write, as data.
+"""From the size of an image to the tokens that stand for it:
+what the processors of transformers write, as data.
 
-A prompt has one placeholder for each image. Its span takes that place: placeholders, one for each embedding, and the
-markers of the family between them.
+A prompt has one placeholder for each image. Its span takes that place: placeholders, one for each embedding,
+and the markers of the family between them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Span(NamedTuple):
 class Expansion(Protocol):
     """What a family makes of an image.
 
-    unit_embeds: embeddings of a unit. unit_shape: its pixels, channels first. most_embeds: of the largest image.
-    options: names of the choices that a caller has.
+    unit_embeds: embeddings of a unit. unit_shape: its pixels, channels first. most_embeds: of the largest
+    image. options: names of the choices that a caller has.
     """
 
     @property
@@ -74,16 +75,21 @@ class OneRun:
 
 
 class Tiles:
-    """Idefics 3, SmolVLM: an image is cut into tiles, named by row and column, and is added as a small one."""
+    """Idefics 3, SmolVLM: an image is cut into tiles, named by row and column,
+    and is added as a small one."""
 
     options = ("do_image_splitting",)
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
         self._edge: int = processor["max_image_size"]["longest_edge"]
-        self._longest: int | None = processor["size"]["longest_edge"] if processor.get("do_resize", True) else None
+        self._longest: int | None = (
+            processor["size"]["longest_edge"] if processor.get("do_resize", True) else None
+        )
         self._splits = bool(processor.get("do_image_splitting", True))
-        self.unit_embeds = (vision["image_size"] // vision["patch_size"]) ** 2 // config.get("scale_factor", 2) ** 2
+        self.unit_embeds = (vision["image_size"] // vision["patch_size"]) ** 2 // config.get(
+            "scale_factor", 2
+        ) ** 2
         self.unit_shape = 3, self._edge, self._edge
         self._placeholder = config.get("image_token_id", config.get("image_token_index"))
         most = math.ceil(min(self._longest or LARGEST_SIDE, LARGEST_SIDE) / self._edge)
@@ -140,12 +146,15 @@ class Tiles:
         parts.append("\n" if rows else "")
         token_ids = encode("".join(parts) + f"{around}<global-img>{tile}{around}")
         is_image = [token == self._placeholder for token in token_ids]
-        starts = [place for place, now in enumerate(is_image) if now and (place == 0 or not is_image[place - 1])]
+        starts = [
+            place for place, now in enumerate(is_image) if now and (place == 0 or not is_image[place - 1])
+        ]
         num_units = rows * columns + 1
         runs = [(start, self.unit_embeds) for start in starts]
         if len(runs) != num_units or sum(is_image) != num_units * self.unit_embeds:
             raise ModelError(
-                f"The tokenizer makes {sum(is_image)} placeholders of {num_units} tiles with {self.unit_embeds} each: "
+                f"The tokenizer makes {sum(is_image)} placeholders of {num_units} tiles with "
+                f"{self.unit_embeds} each: "
                 "it lacks the special tokens of the model's family."
             )
         return Span(token_ids, runs, num_units)
@@ -163,13 +172,16 @@ FAMILIES = tuple(_FAMILIES)
 """Whose images are served, by model_type."""
 
 
-def make_expansion(family: str, config: Mapping[str, Any], processor: Mapping[str, Any], source: str) -> Expansion:
-    """What a model of the family makes of images. config, processor: the entries of config.json and of the processor's
-    file in the directory ``source``. Raises ModelError where they do not say enough."""
+def make_expansion(
+    family: str, config: Mapping[str, Any], processor: Mapping[str, Any], source: str
+) -> Expansion:
+    """What a model of the family makes of images. config, processor: the entries of config.json and of the
+    processor's file in the directory ``source``. Raises ModelError where they do not say enough."""
     try:
         return _FAMILIES[family](config, processor)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ModelError(
-            f"{source}: the sizes of images do not follow from config.json and the image processor's file ({error!r}): "
+            f"{source}: the sizes of images do not follow from config.json and the image processor's file "
+            f"({error!r}): "
             'start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
         ) from None

@@ -44,24 +44,40 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def find_images(
-    args: EngineArgs, path: str, *, implementation: str, hidden_size: int, vocab_size: int, dtype: str, budget: int
+    args: EngineArgs,
+    path: str,
+    *,
+    implementation: str,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: str,
+    budget: int,
 ) -> tuple[ImagesConfig | None, str]:
     """How a model sees images, or None and why it does not, in a sentence.
 
-    path, implementation, vocab_size: of the model. hidden_size, dtype: of its embeddings. budget: tokens of a step.
-    Raises ModelError for broken files.
+    path, implementation, vocab_size: of the model. hidden_size, dtype: of its embeddings. budget: tokens of a
+    step. Raises ModelError for broken files.
     """
     directory = Path(path)
     config = read_config(directory) if directory.is_dir() else {}
     family = config.get("model_type")
-    most = MOST_IMAGES if args.limit_mm_per_prompt is None else args.limit_mm_per_prompt.get("image", MOST_IMAGES)
+    most = (
+        MOST_IMAGES
+        if args.limit_mm_per_prompt is None
+        else args.limit_mm_per_prompt.get("image", MOST_IMAGES)
+    )
     reason = _reason_against(args, config, implementation, most)
     processor = {} if reason else read_processor(directory, config)
     if not reason and not processor:
-        reason = f"Its directory has no preprocessor_config.json, which says how images become pixels: {path}."
+        reason = (
+            f"Its directory has no preprocessor_config.json, which says how images become pixels: {path}."
+        )
     placeholder = config.get("image_token_id", config.get("image_token_index"))
     if not reason and not (isinstance(placeholder, int) and 0 <= placeholder < vocab_size):
-        reason = f"image_token_id in config.json is {placeholder!r}, but must be one of the {vocab_size} known tokens."
+        reason = (
+            f"image_token_id in config.json is {placeholder!r}, but must be one of the {vocab_size} known "
+            "tokens."
+        )
     if reason:
         return None, reason
     expansion = make_expansion(str(family), config, processor, str(directory))

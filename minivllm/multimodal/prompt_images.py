@@ -1,4 +1,5 @@
-"""The frontend's part: images of a prompt become spans of placeholders, and pixels when the engine core asks."""
+"""The frontend's part: images of a prompt become spans of placeholders,
+and pixels when the engine core asks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class PromptImages:
     def __init__(self, config: ImagesConfig, model_path: str, tokenizer: Tokenizer | None) -> None:
         self.config, self._path, self._tokenizer = config, Path(model_path), tokenizer
         entries = read_config(self._path)
-        self._expansion = make_expansion(config.family, entries, read_processor(self._path, entries), model_path)
+        self._expansion = make_expansion(
+            config.family, entries, read_processor(self._path, entries), model_path
+        )
         self._pictures = Pictures()
         self._kept: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -49,8 +52,8 @@ class PromptImages:
         return self._expansion.options
 
     def read(self, images: Any, options: Any) -> list[Picture]:
-        """The pictures of a prompt. images: one or a list, each bytes of a file or an image of PIL; options: see
-        ``options``. Raises RequestError."""
+        """The pictures of a prompt. images: one or a list, each bytes of a file or an image of PIL; options:
+        see ``options``. Raises RequestError."""
         sources = list(images) if isinstance(images, (list, tuple)) else [images]
         if len(sources) > self.config.most_in_prompt:
             raise RequestError(
@@ -62,7 +65,8 @@ class PromptImages:
         return [self.read_one(source, checked, name) for source, name in zip(sources, names)]
 
     def read_one(self, source: Any, options: Mapping[str, bool], name: str) -> Picture:
-        """See ``Pictures.read``; a picture stays what it is. An equal one of an unfinished request takes its place."""
+        """See ``Pictures.read``; a picture stays what it is.
+        An equal one of an unfinished request takes its place."""
         picture = source if isinstance(source, Picture) else self._pictures.read(source, options, name)
         with self._lock:
             return self._kept.setdefault(picture.digest, picture)
@@ -70,18 +74,24 @@ class PromptImages:
     def _check_options(self, options: Any) -> Mapping[str, bool]:
         known = self._expansion.options
         if not isinstance(options or {}, Mapping):
-            raise RequestError(f"mm_processor_kwargs is a {type(options).__name__}, but must be a dictionary.")
+            raise RequestError(
+                f"mm_processor_kwargs is a {type(options).__name__}, but must be a dictionary."
+            )
         for key, value in (options or {}).items():
             if key not in known:
-                allowed = f"known are: {', '.join(known)}" if known else "images of this model have no choices"
+                allowed = (
+                    f"known are: {', '.join(known)}" if known else "images of this model have no choices"
+                )
                 raise RequestError(f"mm_processor_kwargs has {key!r}, but {allowed}.")
             if not isinstance(value, bool):
                 raise RequestError(f"mm_processor_kwargs[{key!r}] is {value!r}, but must be true or false.")
         return dict(options or {})
 
-    def expand(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], list[ImageItem]]:
-        """The prompt with a span in the place of every placeholder. Raises RequestError if there are more or fewer of
-        them than pictures."""
+    def expand(
+        self, token_ids: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[list[int], list[ImageItem]]:
+        """The prompt with a span in the place of every placeholder.
+        Raises RequestError if there are more or fewer of them than pictures."""
         count = token_ids.count(self.config.placeholder)
         if count != len(pictures):
             raise RequestError(
@@ -107,7 +117,8 @@ class PromptImages:
             )
             if item.num_embeds > self.config.most_embeds:
                 raise RequestError(
-                    f"An image of {picture.width} × {picture.height} pixels has {item.num_embeds} embeddings, but the "
+                    f"An image of {picture.width} × {picture.height} pixels has {item.num_embeds} "
+                    "embeddings, but the "
                     f"engine holds at most {self.config.most_embeds}: make it smaller."
                 )
             items.append(item)

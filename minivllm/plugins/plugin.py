@@ -1,7 +1,9 @@
 """Names that a setting takes, and the implementations that they stand for.
 
-A setting names one of ours, one that was registered under a name, or any importable one as "package.module:Class".
-A registered implementation counts in its process; an engine in another process is given the import path instead.
+A setting names one of ours, one that was registered under a name,
+or any importable one as "package.module:Class".
+A registered implementation counts in its process;
+an engine in another process is given the import path instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ def import_object(what: str, path: str) -> Any:
     """The object that "package.module:Name" stands for. what: how the error names it. Raises ConfigError."""
     module, separator, qualified = path.partition(":")
     if not separator or not module or not qualified:
-        raise ConfigError(f"{what} is {path!r}, but must name a class or an object as 'package.module:Class'.")
+        raise ConfigError(
+            f"{what} is {path!r}, but must name a class or an object as 'package.module:Class'."
+        )
     try:
         found: Any = import_module(module)
         for part in qualified.split("."):
@@ -37,9 +41,9 @@ def import_path(found: Any) -> str | None:
 
 
 class Plugins:
-    """The implementations of one seam. setting: the name of the engine argument. ours: name -> the implementation, or
-    its import path, so that names can be checked without importing what they stand for. known: a view of those and what
-    was registered."""
+    """The implementations of one seam. setting: the name of the engine argument. ours: name -> the
+    implementation, or its import path, so that names can be checked without importing what they stand for.
+    known: a view of those and what was registered."""
 
     def __init__(self, setting: str, ours: Mapping[str, Any]) -> None:
         self._setting = setting
@@ -54,8 +58,8 @@ class Plugins:
     def register(self, name: str, implementation: Any) -> None:
         """Let the setting take ``name`` for ``implementation``; what that must be differs by seam, see below.
 
-        name: letters, digits, underscores and hyphens, not beginning with a digit. The same name again replaces what
-        was registered. Raises ConfigError for another name, or one that is built in.
+        name: letters, digits, underscores and hyphens, not beginning with a digit. The same name again
+        replaces what was registered. Raises ConfigError for another name, or one that is built in.
         """
         if not name.replace("-", "_").isidentifier():
             raise ConfigError(
@@ -69,7 +73,9 @@ class Plugins:
         """Raise ConfigError unless ``name`` is known or has the form of an import path; imports nothing."""
         if not isinstance(name, str) or (name not in self._known and ":" not in name):
             known = ", ".join(self._known)
-            raise ConfigError(f"{self._setting} is {name!r}, but must be one of {known}, or a 'package.module:Class'.")
+            raise ConfigError(
+                f"{self._setting} is {name!r}, but must be one of {known}, or a 'package.module:Class'."
+            )
 
     def load(self, name: str) -> Any:
         """The implementation. Raises ConfigError if it is unknown or cannot be imported."""
@@ -85,6 +91,7 @@ class Plugins:
         path = import_path(found)
         if path is None:
             raise ConfigError(
-                f"{self._setting} {name!r} is defined where another process cannot import it: put it into a module."
+                f"{self._setting} {name!r} is defined where another process cannot import it: put it into a "
+                "module."
             )
         return path

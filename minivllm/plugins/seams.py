@@ -19,7 +19,8 @@ POLICIES = Plugins(
         "response-ratio": "minivllm.scheduler.response_ratio:ByResponseRatio",
     },
 )
-"""A policy is a subclass of SchedulingPolicy: the class itself, which is called without arguments; no function."""
+"""A policy is a subclass of SchedulingPolicy: the class itself, which is called without arguments;
+no function."""
 ATTENTION = Plugins(
     "attention_backend",
     {"flex": "minivllm.attention.flex:rule_attention", "sdpa": "minivllm.attention.sdpa:SdpaAttention"},
@@ -88,20 +89,26 @@ EXECUTORS: Mapping[str, str] = MappingProxyType(
         "ray": "minivllm.engine_process.ray.executor:RayExecutor.start",
     }
 )
-"""``distributed_executor_backend``, or "nodes" for "mp" on several hosts -> the import path of a function from
-ExecutorContext to Executor."""
+"""``distributed_executor_backend``,
+or "nodes" for "mp" on several hosts -> the import path of a function from ExecutorContext to Executor."""
 CODE_GENERATORS: tuple[str, ...] = ("kernels_triton_free.cpu_code.install:install",)
-"""Import paths of functions without arguments that change what Inductor generates, called before it compiles."""
+"""Import paths of functions without arguments that change what Inductor generates,
+called before it compiles."""
 NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
-"""The import path of a function from EngineConfig to an exit status: what runs on the hosts that have no engine."""
+"""The import path of a function from EngineConfig to an exit status:
+what runs on the hosts that have no engine."""
 CLIENTS: Mapping[str, str] = MappingProxyType(
     {"external_launcher": "minivllm.engine_process.torchrun.client:TorchrunClient"}
 )
-"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where another
-program has started the workers, and each of them makes a client."""
+"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where
+another program has started the workers, and each of them makes a client."""
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {"bench": "minivllm.bench.command:bench", "simulate": "minivllm.bench.simulation.command:simulate"}
 )
 """Commands of ``minivllm`` -> the import path of a typer application or a function, imported on request."""
 register_connector, register_routing = CONNECTORS.register, ROUTING.register
-register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register
+register_policy, register_attention, register_drafter = (
+    POLICIES.register,
+    ATTENTION.register,
+    DRAFTERS.register,
+)

@@ -13,9 +13,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     beam_width: beams that are kept in every round. n: sequences to return, best first (None: all beam_width).
     max_tokens: tokens of the longest sequence.
-    length_penalty: a score is the sum of logprobs divided by length ** length_penalty; above 0 favours long sequences.
-    early_stopping: True ends the search once beam_width sequences have ended; False goes on while a live beam could
-        still beat the worst of them at its present length; "never" while it could at its best possible length.
+    length_penalty: a score is the sum of logprobs divided by length ** length_penalty; above 0 favours long
+    sequences. early_stopping: True ends the search once beam_width sequences have ended; False goes on while
+    a live beam could
+        still beat the worst of them at its present length;
+        "never" while it could at its best possible length.
     ignore_eos: only max_tokens ends a sequence.
     """
 
@@ -40,4 +42,6 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
             raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")
         if type(self.early_stopping) is not bool and self.early_stopping != "never":
-            raise RequestError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'.")
+            raise RequestError(
+                f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'."
+            )

@@ -1,7 +1,7 @@
 """Prompts and parameters in, ``EngineRequest``s out; whatever cannot work is refused here, in a sentence.
 
-Nothing is cut or ignored silently. Ids inside the engine are made here; a caller's request id is only echoed, because
-a key that strangers choose is a key they can collide.
+Nothing is cut or ignored silently. Ids inside the engine are made here; a caller's request id is only echoed,
+because a key that strangers choose is a key they can collide.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
-"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``. With both
-ids and text the ids count and the text is only echoed. ``"multi_modal_data": {"image": …}`` brings one image or a list,
-each of PIL or the bytes of a file, and ``"mm_processor_kwargs"`` choices of the model's image processor."""
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``.
+With both ids and text the ids count and the text is only echoed. ``"multi_modal_data": {"image": …}`` brings
+one image or a list, each of PIL or the bytes of a file, and ``"mm_processor_kwargs"`` choices of the model's
+image processor."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 IMAGE_KEYS = ("multi_modal_data", "mm_processor_kwargs")
@@ -54,7 +55,8 @@ MAX_ADAPTER_TEXT_LENGTH = 4096
 class PreparedRequest:
     """A valid request, ready to be submitted: one sequence per completion, in order of their index.
 
-    request_id: the caller's, echoed. internal_id: unique in this frontend. stops: what ends the text, besides tokens.
+    request_id: the caller's, echoed. internal_id: unique in this frontend.
+    stops: what ends the text, besides tokens.
     """
 
     request_id: str
@@ -70,7 +72,8 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Tokenizes and validates, in any thread. Raises RequestError for everything that is the caller's mistake."""
+    """Tokenizes and validates, in any thread.
+    Raises RequestError for everything that is the caller's mistake."""
 
     def __init__(
         self,
@@ -88,7 +91,9 @@ class InputProcessor:
         self._eos_token_ids = list(eos_token_ids)
         self._numbers = itertools.count()
         self._default_params: SamplingParams | None = None
-        self.images = None if config.images is None else PromptImages(config.images, config.model_path, tokenizer)
+        self.images = (
+            None if config.images is None else PromptImages(config.images, config.model_path, tokenizer)
+        )
         """None where the model reads text only."""
 
     def prepare(
@@ -105,10 +110,11 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check everything and build the requests of all ``params.n`` sequences, without submitting them.
 
-        request_id: echoed; None takes the internal one. params: None takes the model's defaults. priority: lower goes
-        first, with scheduling_policy "priority". arrival_time: time.monotonic() [seconds] if the request waited before
-        this call. cache_salt: separates the prefix cache of tenants, like the prompt's field of that name. lora: the
-        adapter to use. pooling: the output carries an ``embedding`` instead of tokens.
+        request_id: echoed; None takes the internal one. params: None takes the model's defaults. priority:
+        lower goes first, with scheduling_policy "priority". arrival_time: time.monotonic() [seconds] if the
+        request waited before this call. cache_salt: separates the prefix cache of tenants, like the prompt's
+        field of that name. lora: the adapter to use. pooling: the output carries an ``embedding`` instead of
+        tokens.
         """
         if cache_salt is not None:
             prompt = {**({"prompt": prompt} if isinstance(prompt, str) else prompt), "cache_salt": cache_salt}
@@ -120,7 +126,9 @@ class InputProcessor:
         if self.images is not None:
             token_ids, items = self.images.expand(token_ids, pictures)
             if items and params.prompt_logprobs is not None:
-                raise RequestError("prompt_logprobs are not given for prompts with images: leave one of them out.")
+                raise RequestError(
+                    "prompt_logprobs are not given for prompts with images: leave one of them out."
+                )
         self._check_params(params)
         self._check_priority(priority)
         self.check_lora(lora)
@@ -129,7 +137,8 @@ class InputProcessor:
         max_tokens = self._resolve_max_tokens(len(token_ids), params, is_pooling=pooling is not None)
         if params.prompt_logprobs_start > len(token_ids):
             raise RequestError(
-                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(token_ids)} tokens: "
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has "
+                f"{len(token_ids)} tokens: "
                 "it must be at most that."
             )
         stops = self._stop_matcher(params)
@@ -187,14 +196,15 @@ class InputProcessor:
     ) -> dict[str, Any]:
         """A conversation as a prompt, by the model's chat template.
 
-        add_generation_prompt: open the assistant's turn. continue_final_message: leave the last turn open instead.
-        chat_template: takes the place of the model's. chat_template_kwargs: further names the template knows.
-        add_special_tokens: also put around it what the tokenizer puts around texts. parse_special_tokens: special
-        tokens that stand in the messages count as such instead of as text.
+        add_generation_prompt: open the assistant's turn. continue_final_message: leave the last turn open
+        instead. chat_template: takes the place of the model's. chat_template_kwargs: further names the
+        template knows. add_special_tokens: also put around it what the tokenizer puts around texts.
+        parse_special_tokens: special tokens that stand in the messages count as such instead of as text.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "add_generation_prompt and continue_final_message contradict each other: a turn is opened or continued."
+                "add_generation_prompt and continue_final_message contradict each other: a turn is opened or "
+                "continued."
             )
         tokenizer = self._require_tokenizer("A conversation")
         if not tokenizer.has_chat_template and chat_template is None:
@@ -208,7 +218,8 @@ class InputProcessor:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(
-                    f"messages[{index}] is {_shown(message)}, but must be a dictionary with a role and a content."
+                    f"messages[{index}] is {_shown(message)}, but must be a dictionary with a role and a "
+                    "content."
                 )
             _check_strings_inside(f"messages[{index}]", message)
         text, token_ids = tokenizer.encode_chat(
@@ -259,7 +270,9 @@ class InputProcessor:
         if cache_salt is not None:
             _check_text("cache_salt", cache_salt)
             if not cache_salt:
-                raise RequestError("cache_salt is empty, but must have at least one character or be left out.")
+                raise RequestError(
+                    "cache_salt is empty, but must have at least one character or be left out."
+                )
         if text is not None:
             _check_text("prompt", text)
         if token_ids is not None:
@@ -269,7 +282,8 @@ class InputProcessor:
             raise RequestError('The prompt has neither "prompt" nor "prompt_token_ids": give one of them.')
         elif not text:
             raise RequestError(
-                "prompt is empty, but must have at least one character. To start from nothing, give the model's "
+                "prompt is empty, but must have at least one character. To start from nothing, give the "
+                "model's "
                 "beginning-of-sequence id as prompt_token_ids."
             )
         else:
@@ -304,7 +318,8 @@ class InputProcessor:
         limit = self._max_characters(tokenizer)
         if limit is not None and len(text) > limit:
             raise ContextLengthError(
-                f"The prompt has {len(text)} characters, but max_model_len is {self._max_model_len}: so many tokens "
+                f"The prompt has {len(text)} characters, but max_model_len is {self._max_model_len}: so many "
+                "tokens "
                 f"are never more than {limit} characters. Shorten it."
             )
 
@@ -325,14 +340,16 @@ class InputProcessor:
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, is_pooling: bool) -> int:
         """params.max_tokens, or what the prompt leaves of the context; never more than fits. 0 for a vector.
 
-        More than fits is refused, but for the number of the model's generation_config.json, which no caller chose.
+        More than fits is refused, but for the number of the model's generation_config.json,
+        which no caller chose.
         """
         limit, num_generated = self._max_model_len, 0 if is_pooling else 1
         if num_prompt_tokens + num_generated > limit:
             asked = f" and max_tokens is {params.max_tokens}" if num_generated and params.max_tokens else ""
             reason = ", so that one can be generated" if num_generated else ""
             raise ContextLengthError(
-                f"The prompt has {num_prompt_tokens} tokens{asked}, but max_model_len is {limit}: a prompt may have at "
+                f"The prompt has {num_prompt_tokens} tokens{asked}, but max_model_len is {limit}: a prompt "
+                "may have at "
                 f"most {limit - num_generated} tokens{reason}. Shorten it."
             )
         if is_pooling:
@@ -344,7 +361,8 @@ class InputProcessor:
         if max_tokens > room:
             raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
-                f"{num_prompt_tokens + max_tokens}, but max_model_len is {limit}: shorten the prompt, or ask for at "
+                f"{num_prompt_tokens + max_tokens}, but max_model_len is {limit}: shorten the prompt, or ask "
+                "for at "
                 f"most {room} tokens."
             )
         if params.min_tokens > max_tokens:
@@ -358,7 +376,8 @@ class InputProcessor:
         """Check what depends on the model, which SamplingParams does not know."""
         if isinstance(params, BeamSearchParams):
             raise RequestError(
-                "A beam search cannot stream and takes no part in sampling, since its best sequence is known at the "
+                "A beam search cannot stream and takes no part in sampling, since its best sequence is known "
+                "at the "
                 "end only: call LLM.beam_search."
             )
         if not isinstance(params, SamplingParams):
@@ -369,25 +388,32 @@ class InputProcessor:
         for token in params.logit_bias or ():
             if token >= self._vocab_size:
                 raise RequestError(
-                    f"logit_bias has the token id {token}, but the model's vocabulary ends with {self._vocab_size - 1}."
+                    f"logit_bias has the token id {token}, but the model's vocabulary ends with "
+                    f"{self._vocab_size - 1}."
                 )
         if params.num_sequences > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
             raise RequestError(
-                f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the end only: "
+                f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the "
+                "end only: "
                 'use output_kind="final_only", or leave best_of out of a stream.'
             )
         if params.structured_outputs is not None:
-            # What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to.
+            # What can be told without compiling:
+            # a tokenizer and an end are there, and the schema is one to be kept to.
             self._require_tokenizer("structured_outputs")
             if not self._eos_token_ids:
-                raise RequestError("structured_outputs need an end-of-sequence token, but this model has none.")
+                raise RequestError(
+                    "structured_outputs need an end-of-sequence token, but this model has none."
+                )
             if params.structured_outputs.json is not None:
                 sound_schema(json.loads(params.structured_outputs.source))
         self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
-                raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+                raise RequestError(
+                    f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens."
+                )
 
     def _stop_matcher(self, params: SamplingParams) -> StopMatcher | None:
         for name, stops in (("stop", params.stop), ("stop_regex", params.stop_regex)):
@@ -403,7 +429,8 @@ class InputProcessor:
         """There are logits processors to read extra_args, and none of them objects."""
         if params.extra_args and not self._logits_processors:
             raise RequestError(
-                "extra_args are for custom logits processors, but the engine was started without logits_processors."
+                "extra_args are for custom logits processors, but the engine was started without "
+                "logits_processors."
             )
         for processor in self._logits_processors:
             try:
@@ -416,7 +443,9 @@ class InputProcessor:
 
     def _check_priority(self, priority: int) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
-            raise RequestError(f"priority is {_shown(priority)}, but must be a whole number; lower goes first.")
+            raise RequestError(
+                f"priority is {_shown(priority)}, but must be a whole number; lower goes first."
+            )
         if priority != 0 and not self.config.scheduler.has_priorities:
             raise RequestError(
                 f"priority is {priority}, but the engine's scheduling policy has no priorities: "
@@ -429,11 +458,13 @@ class InputProcessor:
             return
         if not isinstance(lora, LoRARequest):
             raise RequestError(
-                f"The adapter is {_shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, lora_path)."
+                f"The adapter is {_shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, "
+                "lora_path)."
             )
         if type(lora.lora_int_id) is not int or lora.lora_int_id < 1:
             raise RequestError(
-                f"lora_int_id is {_shown(lora.lora_int_id)}, but must be a whole number of at least 1. The order is "
+                f"lora_int_id is {_shown(lora.lora_int_id)}, but must be a whole number of at least 1. The "
+                "order is "
                 "LoRARequest(lora_name, lora_int_id, lora_path)."
             )
         for name in ("lora_name", "lora_path"):
@@ -441,7 +472,9 @@ class InputProcessor:
             if not getattr(lora, name):
                 raise RequestError(f"{name} is empty, but must have at least one character.")
         if self.config.lora is None:
-            raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
+            raise RequestError(
+                f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True."
+            )
 
     def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
         """Every bad word as the ids it has at the start of a text and after a space, each sequence once."""
@@ -457,7 +490,8 @@ class InputProcessor:
         return [list(token_ids) for token_ids in sequences]
 
     def _derive_seed(self, number: int) -> int:
-        """Seed of the number-th request without one of its own: fixed by the engine's seed, 64 well-mixed bits."""
+        """Seed of the number-th request without one of its own:
+        fixed by the engine's seed, 64 well-mixed bits."""
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
@@ -468,14 +502,17 @@ class InputProcessor:
 
 
 def default_sampling_params(model_path: str) -> SamplingParams:
-    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), and FALLBACK_SAMPLING
-    where that does not say how to sample.
+    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), and
+    FALLBACK_SAMPLING where that does not say how to sample.
 
-    An explicit ``do_sample: false`` means greedy. Raises ModelError if the file is broken or holds impossible values.
+    An explicit ``do_sample: false`` means greedy.
+    Raises ModelError if the file is broken or holds impossible values.
     """
     path, values = _generation_config(model_path)
     given = {name: values.get(name) for name in _IN_GENERATION_CONFIG}
-    if values.get("do_sample") is None and all(value is None for name, value in given.items() if name in _SAMPLING):
+    if values.get("do_sample") is None and all(
+        value is None for name, value in given.items() if name in _SAMPLING
+    ):
         given |= FALLBACK_SAMPLING
     given["max_tokens"] = given.pop("max_new_tokens")
     if values.get("do_sample") is False:
@@ -502,15 +539,22 @@ def _generation_config(model_path: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and a
-    sequence that computes them cannot use the prefix cache."""
+    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and
+    a sequence that computes them cannot use the prefix cache."""
     if params.num_sequences == 1:
         return params
-    prompt_logprobs, start = (params.prompt_logprobs, params.prompt_logprobs_start) if index == 0 else (None, 0)
+    prompt_logprobs, start = (
+        (params.prompt_logprobs, params.prompt_logprobs_start) if index == 0 else (None, 0)
+    )
     # The best ones are told by the log-probabilities of their tokens.
     logprobs = 0 if params.num_sequences > params.n and params.logprobs is None else params.logprobs
     return msgspec.structs.replace(
-        params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, prompt_logprobs_start=start, logprobs=logprobs
+        params,
+        n=1,
+        best_of=None,
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=start,
+        logprobs=logprobs,
     )
 
 

@@ -1,7 +1,7 @@
 """Engine outputs become outputs for users: text, stop strings, logprobs, n completions, timings.
 
-Stop strings live here and not in the engine core, which knows no text: a sequence that met one is finished for the user
-at once, and its id is handed back so that the engine aborts it.
+Stop strings live here and not in the engine core, which knows no text: a sequence that met one is finished
+for the user at once, and its id is handed back so that the engine aborts it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from minivllm.messages import EngineOutput, FinishReason, PositionLogprobs
 from minivllm.processing.input_processor import PreparedRequest
-from minivllm.processing.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
+from minivllm.processing.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobMap,
+    RequestMetrics,
+    RequestOutput,
+)
 from minivllm.sampling_params import OutputKind
 from minivllm.stop_conditions.stop_strings import StopMatcher
 from minivllm.tokenizer.detokenizer import Detokenizer, TokenDecoder
@@ -63,7 +69,9 @@ class OutputProcessor:
         processed.request_outputs = [request.make_output() for request in touched]
         return processed
 
-    def take_in(self, output: EngineOutput, now: float, sequence_ids_to_abort: list[str]) -> RequestState | None:
+    def take_in(
+        self, output: EngineOutput, now: float, sequence_ids_to_abort: list[str]
+    ) -> RequestState | None:
         """Take in what a step did for one sequence; the request if it has something to show now.
 
         Unknown ids (aborted meanwhile) are ignored. A sequence that a stop string ended is added to
@@ -87,8 +95,8 @@ class OutputProcessor:
     def abort_requests(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
         """End every unfinished request that carries one of these ids, the caller's or the internal one.
 
-        Returns their last outputs, finish_reason "abort", with whatever text was held back; and the ids of the
-        sequences the engine must abort. Ids that are not unfinished are ignored: aborting is idempotent.
+        Returns their last outputs, finish_reason "abort", with whatever text was held back; and the ids of
+        the sequences the engine must abort. Ids that are not unfinished are ignored: aborting is idempotent.
         """
         wanted = set(request_ids)
         request_outputs: list[RequestOutput] = []
@@ -100,7 +108,8 @@ class OutputProcessor:
         return request_outputs, sequence_ids
 
     def end(self, request: RequestState, reason: FinishReason, error: str | None = None) -> list[str]:
-        """End an unfinished request early, releasing text that was held back; the sequences the engine must abort."""
+        """End an unfinished request early, releasing text that was held back;
+        the sequences the engine must abort."""
         unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
         sequence_ids = self.discard(request)
         for sequence in unfinished:
@@ -114,7 +123,9 @@ class OutputProcessor:
         self._requests.pop(request.internal_id, None)
         request.pictures = ()
         sequence_ids = [sequence.sequence_id for sequence in request.sequences]
-        return [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
+        return [
+            sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None
+        ]
 
 
 class _Sequence:
@@ -213,8 +224,8 @@ class _Sequence:
 class RequestState:
     """A prompt and its n sequences.
 
-    Nothing is built before ``make_output`` is called: a reader that takes its time gets everything since the last call
-    in one piece, and delays no other reader.
+    Nothing is built before ``make_output`` is called: a reader that takes its time gets everything since the
+    last call in one piece, and delays no other reader.
     """
 
     def __init__(self, prepared: PreparedRequest, decoder: TokenDecoder | None) -> None:
@@ -254,10 +265,13 @@ class RequestState:
         if output.events:
             self.metrics.record_events(output.events)
         if sequence.index == 0:
-            # Of n sequences the first one meets the cache that earlier requests left; the others also meet the first.
+            # Of n sequences the first one meets the cache that earlier requests left;
+            # the others also meet the first.
             self.metrics.num_cached_tokens = max(self.metrics.num_cached_tokens, output.num_cached_tokens)
             if self._prompt_logprobs is not None and output.prompt_logprobs is not None:
-                self._prompt_logprobs.extend(logprob_map(entry, self._decoder) for entry in output.prompt_logprobs)
+                self._prompt_logprobs.extend(
+                    logprob_map(entry, self._decoder) for entry in output.prompt_logprobs
+                )
         if output.error is not None:
             self.error = output.error
         if output.pooled is not None:
@@ -288,7 +302,9 @@ class RequestState:
         """With best_of above n the n likeliest ones, best first; else all as they are."""
         if not self._keeps_best:
             return completions
-        ranked = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[: self.params.n]
+        ranked = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[
+            : self.params.n
+        ]
         return [replace(completion, index=index) for index, completion in enumerate(ranked)]
 
     def _completion(self, sequence: _Sequence) -> CompletionOutput:
@@ -311,8 +327,8 @@ class RequestState:
 
 
 def logprob_map(position: PositionLogprobs, decoder: TokenDecoder | None) -> PositionLogprobMap:
-    """The token that stands at the position first, then the likeliest ones in order of their rank, or named ones in
-    order of their names."""
+    """The token that stands at the position first, then the likeliest ones in order of their rank,
+    or named ones in order of their names."""
     entries: PositionLogprobMap = {}
     ranks = [position.rank, *(position.other_ranks or range(1, len(position.token_ids)))]
     for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks):

@@ -19,18 +19,20 @@ class Logprob:
 
 
 PositionLogprobMap = dict[int, Logprob]
-"""Token id -> Logprob; the token that stands at the position comes first, then the likeliest ones, or those of
-logprob_token_ids."""
+"""Token id -> Logprob; the token that stands at the position comes first, then the likeliest ones,
+or those of logprob_token_ids."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt; in a delta stream text, token_ids and logprobs hold only what is new.
 
-    token_ids keeps the token that ended the completion; text leaves it out (unless include_stop_str_in_output).
-    cumulative_logprob: sum over the completion so far; None unless logprobs were asked for.
+    token_ids keeps the token that ended the completion; text leaves it out (unless
+    include_stop_str_in_output). cumulative_logprob: sum over the completion so far; None unless logprobs were
+    asked for.
     finish_reason: "stop", "length", "abort", "error", or None while it runs.
-    stop_reason: the stop string, stop expression or stop token id that ended it; None for an end-of-sequence token.
+    stop_reason: the stop string, stop expression or stop token id that ended it;
+    None for an end-of-sequence token.
     """
 
     index: int
@@ -52,8 +54,8 @@ class RequestMetrics:
 
     arrival_time: the frontend received the request. queued_time, first_scheduled_time: from the engine core.
     first_token_time, last_token_time, finished_time: the frontend received the token / the end.
-    The object belongs to a running request and is updated in place until the request has finished. With n > 1 there
-    is one for all completions: first token of any, last token of any, tokens of all.
+    The object belongs to a running request and is updated in place until the request has finished. With n > 1
+    there is one for all completions: first token of any, last token of any, tokens of all.
     """
 
     arrival_time: float
@@ -130,11 +132,12 @@ class RequestMetrics:
 class RequestOutput:
     """State of a request after a step, or after its end.
 
-    prompt: the text, if the prompt was given as text or messages. prompt_logprobs: one entry per prompt token, None for
-    the first one, which nothing precedes, and for those before prompt_logprobs_start; in a delta stream it comes once.
-    outputs: in order of their index; a delta stream lists only completions with something new. num_cached_tokens:
-    prompt tokens that came from the prefix cache. error: why the engine gave up on the request (finish_reason is then
-    "error"). embedding: the vector [hidden] of a request that was prepared with PoolingParams, which has no tokens.
+    prompt: the text, if the prompt was given as text or messages. prompt_logprobs: one entry per prompt
+    token, None for the first one, which nothing precedes, and for those before prompt_logprobs_start; in a
+    delta stream it comes once. outputs: in order of their index; a delta stream lists only completions with
+    something new. num_cached_tokens: prompt tokens that came from the prefix cache. error: why the engine
+    gave up on the request (finish_reason is then "error"). embedding: the vector [hidden] of a request that
+    was prepared with PoolingParams, which has no tokens.
     """
 
     request_id: str
@@ -144,7 +147,9 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobMap | None] | None = None
     num_cached_tokens: int = 0
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=0.0, num_prompt_tokens=0))
+    metrics: RequestMetrics = field(
+        default_factory=lambda: RequestMetrics(arrival_time=0.0, num_prompt_tokens=0)
+    )
     error: str | None = None
     embedding: list[float] | None = None
 

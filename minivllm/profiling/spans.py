@@ -4,8 +4,8 @@
         ...
 
 Listeners are a trace of named ranges, the bench, and a chat that shows its steps. Without a listener,
-a span is one test and one shared object that does nothing. A span stands around the call, never in place of what is
-called, so it stays where it is when compiled code takes over.
+a span is one test and one shared object that does nothing. A span stands around the call, never in place of
+what is called, so it stays where it is when compiled code takes over.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
 Listener = Callable[[str, object], Callable[[], None] | None]
-"""Called with the name and the subject of a span that begins; what it returns, if anything, is called at its end.
-Spans of other threads come in those threads."""
+"""Called with the name and the subject of a span that begins; what it returns, if anything, is called at its
+end. Spans of other threads come in those threads."""
 
 Owner = TypeVar("Owner")
 Parameters = ParamSpec("Parameters")
@@ -70,7 +70,9 @@ def span(name: str, subject: object = None) -> AbstractContextManager[None]:
 
 def spanned(
     name: str,
-) -> Callable[[Callable[Concatenate[Owner, Parameters], Result]], Callable[Concatenate[Owner, Parameters], Result]]:
+) -> Callable[
+    [Callable[Concatenate[Owner, Parameters], Result]], Callable[Concatenate[Owner, Parameters], Result]
+]:
     """Decorator of a method: every call of it is a span, and its object the subject."""
 
     def decorate(
@@ -90,7 +92,8 @@ def spanned(
 
 @contextmanager
 def listen(listener: Listener, names: Collection[str] | None = None) -> Iterator[None]:
-    """Let ``listener`` hear the spans that begin meanwhile in this process. names: only these; None for all."""
+    """Let ``listener`` hear the spans that begin meanwhile in this process.
+    names: only these; None for all."""
     global _listening
     entry = (listener, names)
     _listening = (*_listening, entry)

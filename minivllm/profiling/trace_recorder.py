@@ -1,10 +1,11 @@
-"""``--profile DIR``: a trace of the engine's steps with named ranges, for https://ui.perfetto.dev or chrome://tracing.
+"""``--profile DIR``: a trace of the engine's steps with named ranges,
+for https://ui.perfetto.dev or chrome://tracing.
 
-The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between, last,
-attention, sample, draft), wait (for the results) and output; with a connector, save_kv after execute, and load_kv and
-write_kv in separate threads. With async scheduling on a CPU, execute runs in the
-worker's thread beside the steps of the core. Workers in processes of their own are processes of the same trace, with
-spans of what they exchange: "exchange" within a layer, "receive" and "send" between stages.
+The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between,
+last, attention, sample, draft), wait (for the results) and output; with a connector, save_kv after execute,
+and load_kv and write_kv in separate threads. With async scheduling on a CPU, execute runs in the
+worker's thread beside the steps of the core. Workers in processes of their own are processes of the same
+trace, with spans of what they exchange: "exchange" within a layer, "receive" and "send" between stages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_STEPS = 300
 
 
 class TraceRecorder:
-    """Records the first MAX_STEPS steps of an engine core and writes them to a file of their own in ``directory``."""
+    """Records the first MAX_STEPS steps of an engine core and writes them to a file of their own in
+    ``directory``."""
 
     def __init__(
         self,
@@ -37,8 +39,9 @@ class TraceRecorder:
         collective: Callable[..., list[Any]] | None = None,
         ranks: Sequence[str] = (),
     ) -> None:
-        """core: the subject of the spans "step" that are counted. collective: calls a method of all workers, if they
-        live in other processes. ranks: what these are called. Raises ConfigError if the directory cannot be made."""
+        """core: the subject of the spans "step" that are counted. collective: calls a method of all workers,
+        if they live in other processes. ranks: what these are called. Raises ConfigError if the directory
+        cannot be made."""
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,7 +94,9 @@ class TraceRecorder:
         profiler.stop()
         profiler.export_chrome_trace(str(self.path))
         if self._collective is not None:
-            with suppress(MinivllmError):  # of workers that have died, or whose profile another caller has stopped
+            with suppress(
+                MinivllmError
+            ):  # of workers that have died, or whose profile another caller has stopped
                 merge_traces(self.path, dict(zip(self._ranks, self._collective("stop_profile"), strict=True)))
         logger.warning(
             "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, self.path
@@ -99,8 +104,8 @@ class TraceRecorder:
 
 
 def merge_traces(path: Path, workers: Mapping[str, str]) -> None:
-    """Add the traces of workers to that of the engine core, each as a process of its own, and remove their files.
-    workers: name -> path. All are of one host, whose clock they share."""
+    """Add the traces of workers to that of the engine core, each as a process of its own, and remove their
+    files. workers: name -> path. All are of one host, whose clock they share."""
     whole = json.loads(path.read_text())
     base = whole.get("baseTimeNanoseconds", 0)
     events = [_named(event, "engine core", 0) for event in whole["traceEvents"]]

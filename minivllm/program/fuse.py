@@ -37,15 +37,17 @@ REGION_NAMES = {
     ("largest", "sum"): "down",
     ("share", "combine"): "experts",
 }
-"""Regions by the seams before and after them; of several in a row, the first. The end is named by its result."""
+"""Regions by the seams before and after them; of several in a row, the first.
+The end is named by its result."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Pieces as one function of a flat list of tensors: what the region reads, then the weights of each piece.
+    """Pieces as one function of a flat list of tensors:
+    what the region reads, then the weights of each piece.
 
-    Its repr tells it from every other region's function. Registers are numbered in the order in which they appear, so
-    neither their names nor the numbers of layers are in it: equal layers have equal functions.
+    Its repr tells it from every other region's function. Registers are numbered in the order in which they
+    appear, so neither their names nor the numbers of layers are in it: equal layers have equal functions.
     """
 
     codes: tuple[Code, ...]
@@ -164,8 +166,8 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A program as regions and seams. body: up to the Pick, or everything. tail: what follows it, if anything does; its
-    inputs are the results of the body, then some of the body's inputs, then "rows"."""
+    """A program as regions and seams. body: up to the Pick, or everything. tail: what follows it, if anything
+    does; its inputs are the results of the body, then some of the body's inputs, then "rows"."""
 
     body: Part
     tail: Part | None
@@ -181,12 +183,15 @@ def fuse(
 ) -> Plan:
     """Join the pieces between real seams.
 
-    inputs: the registers that are there at the beginning, and "rows", as regions declare them. ranks: that divide the
-    layers. results: the registers that are wanted; the program ends where the last of them is given for the last time.
-    label: begins the name of each region.
+    inputs: the registers that are there at the beginning, and "rows", as regions declare them. ranks: that
+    divide the layers. results: the registers that are wanted; the program ends where the last of them is
+    given for the last time. label: begins the name of each region.
     """
     items = [item for item in program if isinstance(item, Piece) or item.is_real(ranks)]
-    end = max((place for place, item in enumerate(items) if set(results) & item.gives.keys()), default=len(items) - 1)
+    end = max(
+        (place for place, item in enumerate(items) if set(results) & item.gives.keys()),
+        default=len(items) - 1,
+    )
     items = items[: end + 1]
     return _Fuser(items, inputs, results, label).plan()
 
@@ -205,7 +210,9 @@ class _Fuser:
         """Registers as they were declared when the open region began."""
 
     def plan(self) -> Plan:
-        cut = next((place for place, item in enumerate(self._items) if isinstance(item, Pick)), len(self._items))
+        cut = next(
+            (place for place, item in enumerate(self._items) if isinstance(item, Pick)), len(self._items)
+        )
         names = tuple(name for name in self._inputs if name != "rows")
         if cut == len(self._items):
             is_sent = bool(self._items) and isinstance(self._items[-1], Seam) and not self._items[-1].gives
@@ -220,10 +227,14 @@ class _Fuser:
         body = Part(names, self._taken(), kept, self._trees)
         trees = {name: self._trees[name] for name in alive}
         dims = tuple(_token_dim(trees[name]) for name in (*again, *kept))
-        picks = Piece(PickRows(dims), (*again, *kept, "rows"), {name: trees[name] for name in (*again, *kept)})
+        picks = Piece(
+            PickRows(dims), (*again, *kept, "rows"), {name: trees[name] for name in (*again, *kept)}
+        )
         if any(isinstance(item, Seam) for item in self._items[cut + 1 :]):
             gives = (*again, *kept)
-            self._steps = [Run("pick", (picks,), picks.reads, gives, {**trees, "rows": self._trees["rows"]}, False)]
+            self._steps = [
+                Run("pick", (picks,), picks.reads, gives, {**trees, "rows": self._trees["rows"]}, False)
+            ]
         else:
             self._add(picks)
         self._walk(cut + 1, len(self._items))
@@ -239,7 +250,9 @@ class _Fuser:
             self._steps.append(item)
             self._trees.update(item.gives)
         # Whatever ends without a seam ends with the result.
-        self._close(self._results[0] if self._results else "end", (), self._alive[stop - 1] if stop else set())
+        self._close(
+            self._results[0] if self._results else "end", (), self._alive[stop - 1] if stop else set()
+        )
 
     def _add(self, piece: Piece) -> None:
         if not self._pieces:
@@ -248,11 +261,14 @@ class _Fuser:
         self._trees.update(piece.gives)
 
     def _close(self, following: str, first: tuple[Name, ...], alive: set[Name]) -> None:
-        """End the open region before a seam of the kind ``following``, which reads the registers ``first``."""
+        """End the open region before a seam of the kind ``following``,
+        which reads the registers ``first``."""
         if self._pieces:
             read, given = list[Name](), list[Name]()
             for piece in self._pieces:
-                read += [name for name in dict.fromkeys(piece.reads) if name not in given and name not in read]
+                read += [
+                    name for name in dict.fromkeys(piece.reads) if name not in given and name not in read
+                ]
                 given += [name for name in piece.gives if name not in given]
             wanted = dict.fromkeys((*first, *(name for name in self._trees if name in alive)))
             gives = tuple(name for name in wanted if name in given)

@@ -25,7 +25,8 @@ class Line(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Lines of neighbouring layers that compute the same thing: those of one, and how many layers there are."""
+    """Lines of neighbouring layers that compute the same thing:
+    those of one, and how many layers there are."""
 
     lines: tuple[Line, ...]
     layers: int

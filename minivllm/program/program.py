@@ -3,8 +3,8 @@
     Piece   a function of registers and weights; neighbours are joined into one compiled region
     Seam    attention, an exchange between ranks, the passage to another pipeline stage
 
-Registers are what passes from one item to the next, known by name: "stream", "q", "o". A register holds a tensor, or
-nested tuples of tensors ("adapters", "cache.3"); None where the engine has no such thing.
+Registers are what passes from one item to the next, known by name: "stream", "q", "o". A register holds a
+tensor, or nested tuples of tensors ("adapters", "cache.3"); None where the engine has no such thing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ Tree = Any
 """A TensorSpec, nested tuples of them, or None."""
 
 Code = Callable[..., Any]
-"""Arithmetic: an instance of a frozen dataclass with ``__call__``. Besides its arguments it reads nothing but its
-fields and constants of modules, so its repr tells it from every other one."""
+"""Arithmetic: an instance of a frozen dataclass with ``__call__``. Besides its arguments it reads nothing but
+its fields and constants of modules, so its repr tells it from every other one."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """Arithmetic of one rank.
 
-    code: called with the registers it reads, then with its weights; returns what it gives: one value, or a tuple.
+    code: called with the registers it reads, then with its weights;
+    returns what it gives: one value, or a tuple.
     """
 
     code: Code
@@ -82,7 +83,8 @@ class Seam(ABC):
 
     @abstractmethod
     def cross(self, world: World, *values: Any) -> Tensor | None:
-        """values: the registers it reads, then its weights. Returns the register that it gives, if it gives one."""
+        """values: the registers it reads, then its weights.
+        Returns the register that it gives, if it gives one."""
 
 
 Program = Sequence[Piece | Seam]

@@ -1,7 +1,7 @@
 """Runs a part of a program: region after region, seam after seam.
 
-Registers are one flat list of tensors. Names became places in it when the part was bound, and weights flat lists, so
-that little Python runs between two regions.
+Registers are one flat list of tensors. Names became places in it when the part was bound, and weights flat
+lists, so that little Python runs between two regions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Runner:
 
 
 class _RegionStep:
-    def __init__(self, run: Run, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion) -> None:
+    def __init__(
+        self, run: Run, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion
+    ) -> None:
         self._run, self._name, self._pick, self._gives = run, run.name, _picker(reads), gives
         self._only = gives[0] if len(gives) == 1 else None
         region = run.region()

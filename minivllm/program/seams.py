@@ -15,9 +15,11 @@ class Attend(Seam):
 
     kind = "attend"
 
-    def __init__(self, layer: int, output: Tree, given: Callable[[], Any], *, reads_stream: bool = True) -> None:
-        """output: spec of o. given: sinks, or the weights of an update. reads_stream: a drafter may ask for the
-        residual stream here."""
+    def __init__(
+        self, layer: int, output: Tree, given: Callable[[], Any], *, reads_stream: bool = True
+    ) -> None:
+        """output: spec of o. given: sinks, or the weights of an update.
+        reads_stream: a drafter may ask for the residual stream here."""
         self._layer, self._given = layer, given
         self.reads, self.gives = ("q", "stream" if reads_stream else "q"), {"o": output}
 
@@ -58,7 +60,13 @@ class Agree(_Exchange):
     """
 
     def __init__(
-        self, register: Name, spec: Tree, *, largest: bool, source: Name | None = None, code: Code | None = None
+        self,
+        register: Name,
+        spec: Tree,
+        *,
+        largest: bool,
+        source: Name | None = None,
+        code: Code | None = None,
     ) -> None:
         self.kind = "largest" if largest else "mean"
         self._takes_largest, self._code = largest, code
@@ -72,7 +80,8 @@ class Agree(_Exchange):
 
 
 class Gather(_Exchange):
-    """Each rank has some columns of a register; afterwards all have all of them, side by side in order of rank."""
+    """Each rank has some columns of a register;
+    afterwards all have all of them, side by side in order of rank."""
 
     kind = "gather"
 
@@ -127,7 +136,8 @@ class Share(Seam):
 
 
 class Combine(Seam):
-    """What the experts here made of the tokens of all engines becomes the sum of what all made of this engine's.
+    """What the experts here made of the tokens of all engines becomes the sum of what all made of this
+    engine's.
 
     shared: register of what this worker adds for the tokens of its engine; None: nothing.
     """

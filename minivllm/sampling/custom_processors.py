@@ -1,8 +1,9 @@
-"""Custom logits processors as stages of the sampler: rows of a step on one side, a batch with updates on the other.
+"""Custom logits processors as stages of the sampler:
+rows of a step on one side, a batch with updates on the other.
 
-The sampler asks for the rows it has, of any slots. A processor knows a batch: request i has row i, and the processor is
-told of every change. So the rows that are asked for come first in the processor's batch, and the other requests after
-them.
+The sampler asks for the rows it has, of any slots. A processor knows a batch: request i has row i, and the
+processor is told of every change. So the rows that are asked for come first in the processor's batch, and the
+other requests after them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from minivllm.sampling.logits_processors import AddedRequest, BatchUpdate, Logit
 
 
 class ProcessorStage:
-    """One processor. Implements LogitsStage; the slots of a call must differ, as they do where rows depend on output
-    (``verify`` asks for their positions one by one)."""
+    """One processor. Implements LogitsStage; the slots of a call must differ, as they do where rows depend on
+    output (``verify`` asks for their positions one by one)."""
 
     def __init__(self, processor: LogitsProcessor, num_slots: int) -> None:
         self._processor = processor
@@ -65,20 +66,24 @@ class ProcessorStage:
         if not isinstance(processed, Tensor) or processed.shape != shape:
             given = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
             raise RuntimeError(
-                f"{type(self._processor).__name__}.apply returned {given}, but must return the logits, {tuple(shape)}."
+                f"{type(self._processor).__name__}.apply returned {given}, but must return the logits, "
+                f"{tuple(shape)}."
             )
         if processed is not logits:
             logits[index] = processed.to(logits)
 
     def _update(self, wanted: list[int]) -> BatchUpdate | None:
-        """Changes since the last call, and moves that put the wanted slots into the first rows, in this order."""
+        """Changes since the last call, and moves that put the wanted slots into the first rows,
+        in this order."""
         slots, removed = self._slots, sorted(self._removed)
         empty = list(removed)
         added = []
         for slot, request in self._added.items():
             row = empty.pop(0) if empty else len(slots)
             slots[row : row + 1] = [slot]
-            added.append(AddedRequest(row, request.sampling_params, request.prompt_token_ids, self._outputs[slot]))
+            added.append(
+                AddedRequest(row, request.sampling_params, request.prompt_token_ids, self._outputs[slot])
+            )
         self._removed, self._added = [], {}
         moved = []
         for hole in empty:

@@ -1,7 +1,8 @@
 """Custom logits processors: what they have to be, and where the engine finds them.
 
-A processor is a class of the user's. The engine makes one object of it and tells it, before every step, which requests
-came, left or changed places; then the processor edits the logits of all of them at once. (vLLM V1's protocol.)
+A processor is a class of the user's. The engine makes one object of it and tells it, before every step, which
+requests came, left or changed places; then the processor edits the logits of all of them at once. (vLLM V1's
+protocol.)
 
     class Forbid(LogitsProcessor):
         def __init__(self, vocab_size, device):
@@ -19,7 +20,8 @@ came, left or changed places; then the processor edits the logits of all of them
                     logits[row, token] = -float("inf")
             return logits
 
-``LLM(logits_processors=[Forbid])``, or ``"package.module:Forbid"`` where the engine runs in a process of its own.
+``LLM(logits_processors=[Forbid])``,
+or ``"package.module:Forbid"`` where the engine runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ State = TypeVar("State")
 class AddedRequest:
     """A request that takes a row, new or back from preemption.
 
-    output_token_ids: what it has generated so far, kept up to date by the engine: read it in ``apply``, leave it be.
+    output_token_ids: what it has generated so far, kept up to date by the engine:
+    read it in ``apply``, leave it be.
     """
 
     row: int
@@ -57,8 +60,9 @@ class AddedRequest:
 class BatchUpdate:
     """How the batch changed; to be followed in the order removed, added, moved.
 
-    batch_size: requests in the batch afterwards. removed: rows that became empty. added: requests in empty rows, or
-    after the last one. moved: pairs of rows that change places, one after the other; one of them may be empty.
+    batch_size: requests in the batch afterwards. removed: rows that became empty. added: requests in empty
+    rows, or after the last one. moved: pairs of rows that change places, one after the other; one of them may
+    be empty.
     """
 
     batch_size: int
@@ -67,8 +71,8 @@ class BatchUpdate:
     moved: Sequence[tuple[int, int]]
 
     def apply_to(self, rows: dict[int, State], make: Callable[[AddedRequest], State | None]) -> None:
-        """Bring a dictionary of one's own, row -> state, up to date. make: the state of a request that was added; None
-        keeps nothing of it."""
+        """Bring a dictionary of one's own, row -> state, up to date.
+        make: the state of a request that was added; None keeps nothing of it."""
         for row in self.removed:
             rows.pop(row, None)
         for added in self.added:
@@ -93,7 +97,8 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Raise ValueError, with a sentence, for a request whose ``extra_args`` this processor cannot serve."""
+        """Raise ValueError, with a sentence,
+        for a request whose ``extra_args`` this processor cannot serve."""
         return
 
     @classmethod
@@ -103,7 +108,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """True if the likeliest token always stays the likeliest one: greedy requests then do without ``apply``.
+        """True if the likeliest token always stays the likeliest one:
+        greedy requests then do without ``apply``.
 
         It also says when it is this processor's turn: False puts it after bad words and logit bias and before
         penalties and temperature, True after temperature and before min-p, top-k and top-p.
@@ -133,7 +139,8 @@ def _checked(entry: Any) -> type[LogitsProcessor]:
     found = import_object("A logits processor", entry) if isinstance(entry, str) else entry
     if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
         raise ConfigError(
-            f"The logits processor {entry!r} must be a subclass of minivllm.LogitsProcessor (the class, not an object)."
+            f"The logits processor {entry!r} must be a subclass of minivllm.LogitsProcessor (the class, not "
+            "an object)."
         )
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))

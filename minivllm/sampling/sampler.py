@@ -1,12 +1,12 @@
 """From the logits of a step to its tokens.
 
-grammar masks -> allowed ids, bad words, min_tokens, logit bias -> custom processors -> penalties -> temperature ->
-custom processors that are argmax-invariant -> min-p -> top-k -> top-p -> Gumbel-max with stateless noise. Greedy rows
-take the argmax of what the stages before temperature left.
+grammar masks -> allowed ids, bad words, min_tokens, logit bias -> custom processors -> penalties ->
+temperature -> custom processors that are argmax-invariant -> min-p -> top-k -> top-p -> Gumbel-max with
+stateless noise. Greedy rows take the argmax of what the stages before temperature left.
 Log-probabilities are those of the raw logits.
 
-Which stages a row goes through is decided on the host, row by row: a row's token never depends on its neighbours, and
-rows that need nothing cost an argmax.
+Which stages a row goes through is decided on the host, row by row: a row's token never depends on its
+neighbours, and rows that need nothing cost an argmax.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _TRUNCATING = {"top_k": torch.int64, "top_p": torch.float32}
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """token_ids [R] int64 on the logits' device. logprobs: one entry per row, None where the request asked for none."""
+    """token_ids [R] int64 on the logits' device.
+    logprobs: one entry per row, None where the request asked for none."""
 
     token_ids: Tensor
     logprobs: list[PositionLogprobs | None]
@@ -70,13 +71,13 @@ class Sampler:
         self._drawn_dtype = torch.float32
 
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
-        """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing edits or masks any
-        row, which asks the device for nothing; on a CPU to draw the rows that nothing edits, and to find the likeliest
-        tokens.
+        """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing edits or
+        masks any row, which asks the device for nothing; on a CPU to draw the rows that nothing edits, and to
+        find the likeliest tokens.
 
-        These take six operators and a draw some thirty, and after a model's weights have gone through the CPU's cache
-        each takes as long as if it were called for the first time: the six 0.2 ms of a step of 13 for one row, 0.6 for
-        32 (SmolLM2-135M, two cores).
+        These take six operators and a draw some thirty, and after a model's weights have gone through the
+        CPU's cache each takes as long as if it were called for the first time: the six 0.2 ms of a step of 13
+        for one row, 0.6 for 32 (SmolLM2-135M, two cores).
         """
         vocab_size, device = self._state.vocab_size, self._state.temperature.device.device
         rows = Size("rows", 5, single=1)
@@ -85,22 +86,26 @@ class Sampler:
         if device.type != "cpu":
             self._draws = _compiled_draws(compiler, spec) if compiler.enabled else ()
             return
-        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.rows.fewest == 1 else ()
+        self._draws = (
+            _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.rows.fewest == 1 else ()
+        )
         self._draws_among_likeliest = bool(self._draws)
         if not has_runs(vocab_size):
             return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
 
         def find(given: Tensor) -> Tensor:
-            is_declared = given.dtype == logits and given.is_contiguous() and given.shape[0] >= compiler.rows.fewest
+            is_declared = (
+                given.dtype == logits and given.is_contiguous() and given.shape[0] >= compiler.rows.fewest
+            )
             found: Tensor = compiled(given) if is_declared else likeliest(given)
             return found
 
         self._likeliest = find
 
     def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
-        """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows may share
-        one; positions [R] int: tokens before the sampled one in its sequence.
+        """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows
+        may share one; positions [R] int: tokens before the sampled one in its sequence.
 
         Raises ValueError if V is not the vocabulary size of the state.
         """
@@ -120,7 +125,8 @@ class Sampler:
                 token_ids = draw_all(logits, slots, positions, is_random)
                 return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
-        # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
+        # Masks compare nothing and compute nothing:
+        # where there is no more to do, logits need not become wider.
         dtype = torch.float32 if needs_work.any() else logits.dtype
         for mask in self._masks:
             needs_work |= mask.touches(slots)
@@ -132,7 +138,10 @@ class Sampler:
             if needs_work.any():
                 rows = to_device(np.flatnonzero(needs_work), logits.device)
                 token_ids[rows] = self._process(
-                    logits[rows].to(dtype), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
+                    logits[rows].to(dtype),
+                    slots[needs_work],
+                    _select(positions, needs_work),
+                    is_random[needs_work],
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
 
@@ -140,9 +149,13 @@ class Sampler:
         """slots [R] int, is_random [R] bool -> bool [R] each: rows that a mask, or a stage, would change."""
 
         def touched(stages: Iterable[LogitsStage | TokenMaskStage]) -> np.ndarray:
-            return np.logical_or.reduce([np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)])
+            return np.logical_or.reduce(
+                [np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)]
+            )
 
-        return touched(self._masks), touched(self._state.edits) | (touched(self._state.draw_edits) & is_random)
+        return touched(self._masks), touched(self._state.edits) | (
+            touched(self._state.draw_edits) & is_random
+        )
 
     def _draw_together(
         self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
@@ -160,7 +173,8 @@ class Sampler:
     ) -> Tensor:
         """Each row by no more than it needs, on a CPU. Returns token ids [R] int64.
 
-        Masks need no wider numbers than those of the logits, edits do: only edited rows miss the compiled code.
+        Masks need no wider numbers than those of the logits, edits do:
+        only edited rows miss the compiled code.
         """
         token_ids = torch.empty(len(slots), dtype=torch.int64)
         is_masked, is_edited = self._masked_and_edited(slots, is_random)
@@ -194,7 +208,9 @@ class Sampler:
             if kind == "free":
                 token_ids[rows] = draw_free(own, *columns)
                 continue
-            found, exact = draw_cut(own, *columns, self._state.top_k.device[index], self._state.top_p.device[index])
+            found, exact = draw_cut(
+                own, *columns, self._state.top_k.device[index], self._state.top_p.device[index]
+            )
             if not exact.all():
                 rest = ~exact.numpy()
                 found[~exact] = self._draw_rows(own[~exact].float(), slots[rows[rest]], _select(places, rest))
@@ -206,18 +222,27 @@ class Sampler:
         is_truncated: np.ndarray = (top_k > 0) & (top_k < self._state.vocab_size)
         return is_truncated | (self._state.top_p.host[slots] < 1.0)
 
-    def _of_rows(self, slots: np.ndarray, positions: Tensor | np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
-        """Slots of the rows on the device, then temperature, min-p, seeds and positions, as ``draw`` takes them."""
+    def _of_rows(
+        self, slots: np.ndarray, positions: Tensor | np.ndarray, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Slots of the rows on the device, then temperature, min-p, seeds and positions,
+        as ``draw`` takes them."""
         state = self._state
         if isinstance(positions, Tensor):
             index, lengths = to_device(slots, device), positions.to(device=device, dtype=torch.int64)
         else:
             index, lengths = to_device(np.stack([slots, positions]).astype(np.int64, copy=False), device)
-        return index, state.temperature.device[index], state.min_p.device[index], state.seed.device[index], lengths
+        return (
+            index,
+            state.temperature.device[index],
+            state.min_p.device[index],
+            state.seed.device[index],
+            lengths,
+        )
 
     def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
-        """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
-        through their logits. Masks do not count: they are there for every position in advance."""
+        """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways
+        than through their logits. Masks do not count: they are there for every position in advance."""
         depends = np.zeros(len(slots), dtype=np.bool_)
         if not self._state.is_edited[slots].any():
             return depends
@@ -239,7 +264,9 @@ class Sampler:
         for mask in self._masks:
             is_masked |= mask.touches(slots)
             if mask.touches(slots).any():
-                mask.apply(logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions)
+                mask.apply(
+                    logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions
+                )
         edits = [stage for stage in self._state.edits if stage.touches(slots).any()]
         masked = logits.clone() if edits and is_masked.any() else None
         for stage in edits:
@@ -271,12 +298,15 @@ class Sampler:
         free = to_device(np.flatnonzero(~is_truncated), device)
         cut = to_device(np.flatnonzero(is_truncated), device)
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=device)
-        token_ids[free] = draw_from_vocabulary(scaled[free], torch.log(min_p[free]), seeds[free], positions[free])
+        token_ids[free] = draw_from_vocabulary(
+            scaled[free], torch.log(min_p[free]), seeds[free], positions[free]
+        )
         token_ids[cut] = self._draw_truncated(scaled[cut], slots[is_truncated], seeds[cut], positions[cut])
         return token_ids
 
     def _draw_truncated(self, scaled: Tensor, slots: np.ndarray, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Draw where top-k or top-p applies: mostly among a few candidates; more are sorted only for rows in need.
+        """Draw where top-k or top-p applies: mostly among a few candidates;
+        more are sorted only for rows in need.
 
         scaled [R, V] of the rows' slots [R]; seeds, positions [R] int64. Returns token ids [R] int64.
         """
@@ -301,7 +331,9 @@ class Sampler:
                 break
         return token_ids
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, slots: np.ndarray) -> list[PositionLogprobs | None]:
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, slots: np.ndarray
+    ) -> list[PositionLogprobs | None]:
         counts = self._state.num_logprobs[slots]
         entries: list[PositionLogprobs | None] = [None] * len(slots)
         rows = np.flatnonzero(counts >= 0)
@@ -323,12 +355,16 @@ def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Calla
     """``draw`` and ``draw_truncated``, compiled at once: no step of the warm-up has a temperature."""
     vocab_size, device, dtype = logits.sizes[1], logits.device, logits.dtype
     free: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **_columns(logits, _OWN)}))
-    rows = Size("rows", 64)  # any number, one row too, which comes as two: other code would take as long to compile
+    rows = Size(
+        "rows", 64
+    )  # any number, one row too, which comes as two: other code would take as long to compile
     values = TensorSpec((rows, vocab_size), dtype, device)
     keys = TensorSpec((rows, vocab_size), torch.int16 if dtype.itemsize == 2 else torch.int32, device)
     sort = compiler(Region("keys of logits", sortable, {"values": values}))
     cut_keys = partial(draw_truncated, dtype=dtype)
-    cut = compiler(Region("truncated draw", cut_keys, {"keys": keys, **_columns(keys, _OWN | _TRUNCATING)}, (dtype,)))
+    cut = compiler(
+        Region("truncated draw", cut_keys, {"keys": keys, **_columns(keys, _OWN | _TRUNCATING)}, (dtype,))
+    )
 
     def draw_cut(*given: Tensor) -> Tensor:
         count = len(given[0])
@@ -349,17 +385,22 @@ def _compiled_draws_on_cpu(compiler: RegionCompiler, logits: TensorSpec) -> tupl
     count = _NUM_CANDIDATES[0]
     among = partial(draw_among_likeliest, num_candidates=count)
     free = Region("draw", draw, {"logits": logits, **_columns(logits, _OWN)})
-    cut = Region("draw among the likeliest", among, {"logits": logits, **_columns(logits, _OWN | _TRUNCATING)}, count)
+    cut = Region(
+        "draw among the likeliest", among, {"logits": logits, **_columns(logits, _OWN | _TRUNCATING)}, count
+    )
     return compiler(free), compiler(cut)
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> list[PositionLogprobs]:
     """Log-probabilities of the prompt's own tokens.
 
-    logits [P, V] any float dtype: row i predicts next_token_ids[i] ([P] int, below V). k: alternatives per position.
+    logits [P, V] any float dtype: row i predicts next_token_ids[i] ([P] int, below V).
+    k: alternatives per position.
     """
     entries: list[PositionLogprobs] = []
-    for rows, tokens in zip(logits.split(_PROMPT_ROWS_AT_ONCE), next_token_ids.long().split(_PROMPT_ROWS_AT_ONCE)):
+    for rows, tokens in zip(
+        logits.split(_PROMPT_ROWS_AT_ONCE), next_token_ids.long().split(_PROMPT_ROWS_AT_ONCE)
+    ):
         entries += _position_logprobs(rows, tokens, [k] * len(rows))
     return entries
 

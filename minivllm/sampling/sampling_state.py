@@ -1,7 +1,8 @@
-"""State of the sampler for each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
+"""State of the sampler for each slot:
+parameters in persistent tensors, vocabulary-wide state only where needed.
 
-Every number lives on the device, where rows gather it, and on the host, where "does any row need this stage?" is
-answered without waiting for the device.
+Every number lives on the device, where rows gather it, and on the host, where "does any row need this stage?"
+is answered without waiting for the device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class LogitsStage(Protocol):
 
 @dataclass
 class _Constraint:
-    """disallowed: bool [V], True outside allowed_token_ids; None without a list. allowed: the same list on the host.
+    """disallowed: bool [V], True outside allowed_token_ids; None without a list.
+    allowed: the same list on the host.
 
     recent: the last tokens of prompt and output, as many as the longest bad word looks back.
     """
@@ -74,7 +76,8 @@ class _Constraint:
         return self.num_output_tokens < self.min_tokens and bool(self.stop_ids)
 
     def forbidden_ids(self) -> set[int]:
-        """Ids that may not come next. Where nothing of an allowed list would remain, the list has the last word."""
+        """Ids that may not come next. Where nothing of an allowed list would remain,
+        the list has the last word."""
         forbidden = set(self.stop_ids) if self.is_held_open else set()
         recent = tuple(self.recent)
         for *prefix, last in self.bad_words:
@@ -94,7 +97,8 @@ class TokenConstraints:
         self._of_slot: dict[int, _Constraint] = {}
 
     def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
-        """Take over the constraints of a request that enters with these outputs; ids out of range are dropped."""
+        """Take over the constraints of a request that enters with these outputs;
+        ids out of range are dropped."""
         params = request.sampling_params
         allowed = disallowed = None
         if params.allowed_token_ids is not None:
@@ -103,13 +107,17 @@ class TokenConstraints:
             is_disallowed[list(allowed)] = False
             disallowed = to_device(is_disallowed, self._device)
         bias = {token: v for token, v in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
-        bad_words = [tuple(word) for word in request.bad_words_token_ids if word and 0 <= word[-1] < self._vocab_size]
+        bad_words = [
+            tuple(word) for word in request.bad_words_token_ids if word and 0 <= word[-1] < self._vocab_size
+        ]
         lookback = max((len(word) - 1 for word in bad_words), default=0)
         constraint = _Constraint(
             allowed=allowed,
             disallowed=disallowed,
             bad_words=bad_words,
-            recent=deque([*request.prompt_token_ids[-lookback:], *output_token_ids] if lookback else (), lookback),
+            recent=deque(
+                [*request.prompt_token_ids[-lookback:], *output_token_ids] if lookback else (), lookback
+            ),
             stop_ids=frozenset(_within((*request.eos_token_ids, *params.stop_token_ids), self._vocab_size)),
             min_tokens=params.min_tokens,
             num_output_tokens=len(output_token_ids),
@@ -160,8 +168,8 @@ class TokenConstraints:
 class Penalties:
     """presence, frequency and repetition penalties. Implements LogitsStage.
 
-    Two tensors [V] exist for each slot that uses any of them: which tokens the prompt has, and how often each was
-    generated.
+    Two tensors [V] exist for each slot that uses any of them:
+    which tokens the prompt has, and how often each was generated.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -174,7 +182,8 @@ class Penalties:
         self._output_counts: dict[int, Tensor] = {}
 
     def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
-        """Count the tokens of a request that enters with these outputs; ids outside the vocabulary do not count."""
+        """Count the tokens of a request that enters with these outputs;
+        ids outside the vocabulary do not count."""
         params = request.sampling_params
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         self._is_active[slot] = penalties != (0.0, 0.0, 1.0)
@@ -243,7 +252,8 @@ class SamplingState:
         self.is_edited = np.zeros(num_slots, dtype=np.bool_)
         """A stage may touch the slot's rows. For any other slot the generated tokens are not needed."""
         self.is_plain = np.zeros(num_slots, dtype=np.bool_)
-        """The likeliest token is all that the slot's request wants, and no stage but draw_edits touches its rows."""
+        """The likeliest token is all that the slot's request wants,
+        and no stage but draw_edits touches its rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)
         self.penalties = Penalties(num_slots, vocab_size, device)
         self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
@@ -251,7 +261,8 @@ class SamplingState:
         self._processors: list[ProcessorStage] = []
 
     def add_processor(self, processor: LogitsProcessor) -> None:
-        """Give a custom processor its turn, for requests that come from here on; several of them in this order."""
+        """Give a custom processor its turn, for requests that come from here on;
+        several of them in this order."""
         stage = ProcessorStage(processor, len(self.num_logprobs))
         self._processors.append(stage)
         if processor.is_argmax_invariant():
@@ -278,7 +289,9 @@ class SamplingState:
         for processor in self._processors:
             processor.add(slot, request, output_token_ids)
         own = np.array([slot])
-        is_touched = any(stage.touches(own)[0] for stage in self.edits)  # what is not touched now never will be
+        is_touched = any(
+            stage.touches(own)[0] for stage in self.edits
+        )  # what is not touched now never will be
         self.is_edited[slot] = is_touched or any(stage.touches(own)[0] for stage in self.draw_edits)
         self.is_plain[slot] = not (params.temperature > 0 or params.logprobs is not None or is_touched)
 
@@ -293,7 +306,8 @@ class SamplingState:
             processor.remove(slot)
 
     def append(self, slots: np.ndarray | list[int], token_ids: np.ndarray | list[int]) -> None:
-        """Record generated tokens, one per entry; a slot may occur several times, in the order of its tokens."""
+        """Record generated tokens, one per entry;
+        a slot may occur several times, in the order of its tokens."""
         slots, token_ids = np.asarray(slots, dtype=np.int64), np.asarray(token_ids, dtype=np.int64)
         is_edited = self.is_edited[slots]
         if not is_edited.any():

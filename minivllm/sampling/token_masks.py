@@ -24,7 +24,8 @@ class TokenMaskStage:
         self._bits = torch.empty(0, -(-vocab_size // 32), dtype=torch.int32)
 
     def load(self, masks: TokenMasks | None, requests: Mapping[str, WorkerRequest]) -> None:
-        """Replace the masks of the last step. requests: by id, as they are before the step's tokens are sampled."""
+        """Replace the masks of the last step.
+        requests: by id, as they are before the step's tokens are sampled."""
         self._has_mask.fill(False)
         if masks is None:
             return

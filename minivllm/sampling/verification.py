@@ -1,12 +1,14 @@
 """Verification: which drafted tokens would the model itself have said?
 
-At every drafted position the target token is sampled exactly as without speculation, with the position's own noise
-(``kernels_triton_free/sampling/noise.py``), and a drafted token is accepted if it is that token. The first mismatch
-ends the row, and the sampled token stands in its place; after a row without mismatch one more token comes for free
-(the bonus token). So the tokens of a request, seeded or not, are the same with any drafter and with none.
+At every drafted position the target token is sampled exactly as without speculation, with the position's own
+noise (``kernels_triton_free/sampling/noise.py``), and a drafted token is accepted if it is that token. The
+first mismatch ends the row, and the sampled token stands in its place; after a row without mismatch one more
+token comes for free (the bonus token). So the tokens of a request, seeded or not, are the same with any
+drafter and with none.
 
 Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) accepts a draft d with min(1, p(d) / q(d)). For a
-deterministic drafter, q = 1 at d, that is p(d): just the probability that the sample is d, so nothing is lost here.
+deterministic drafter, q = 1 at d, that is p(d):
+just the probability that the sample is d, so nothing is lost here.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ def verify(
 ) -> list[Verified]:
     """Sample the tokens of R rows and record them.
 
-    logits [sum of 1 + len(draft), V]: of every row in turn, after its last known token and after each drafted one.
-    slots, positions [R] int: slot of each row, tokens known of it. drafts: drafted tokens of each row, often none.
-    Returns 1 to 1 + len(draft) tokens per row. A row that depends on its output is verified position by position, with
-    every accepted token recorded before the next one is sampled; all others in one go.
+    logits [sum of 1 + len(draft), V]: of every row in turn, after its last known token and after each drafted
+    one. slots, positions [R] int: slot of each row, tokens known of it. drafts: drafted tokens of each row,
+    often none. Returns 1 to 1 + len(draft) tokens per row. A row that depends on its output is verified
+    position by position, with every accepted token recorded before the next one is sampled; all others in one
+    go.
     """
     num_rows = len(slots)
     counts = np.fromiter((1 + len(draft) for draft in drafts), np.int64, num_rows)
@@ -50,7 +53,9 @@ def verify(
     rows = np.arange(num_rows)
     while len(rows) > 0:
         row_of = np.repeat(rows, now[rows])
-        offsets = np.arange(len(row_of)) - np.repeat(np.cumsum(now[rows]) - now[rows], now[rows]) + done[row_of]
+        offsets = (
+            np.arange(len(row_of)) - np.repeat(np.cumsum(now[rows]) - now[rows], now[rows]) + done[row_of]
+        )
         places = first[row_of] + offsets
         chosen = logits if len(places) == len(logits) else logits[to_device(places, logits.device)]
         sampled = sampler(chosen, slots[row_of], positions[row_of] + offsets)

@@ -11,7 +11,8 @@ from minivllm.request import Request
 class AdmissionPolicy(Protocol):
     """Asked in every step about each waiting request whose turn it is, in their order.
 
-    A request that may not run yet is set aside: those behind it are asked next, and it keeps its place in the queue.
+    A request that may not run yet is set aside:
+    those behind it are asked next, and it keeps its place in the queue.
     """
 
     def begin_step(self) -> None:
@@ -54,13 +55,15 @@ def reason_to_refuse(request: Request, max_model_len: int, room: int) -> str | N
     num_generated = min(1, request.max_tokens)  # none where the prompt becomes a vector
     if request.num_prompt_tokens + num_generated > max_model_len:
         return (
-            f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {max_model_len}, of which at "
+            f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {max_model_len}, of "
+            "which at "
             f"least {num_generated} for the answer: shorten the prompt."
         )
     num_tokens = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
     if num_tokens - num_generated > room:
         return (
-            f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + num_generated}: "
+            f"The request may grow to {num_tokens} tokens, but the KV cache has room for "
+            f"{room + num_generated}: "
             "shorten the prompt, ask for fewer tokens, or give the cache more memory."
         )
     return None

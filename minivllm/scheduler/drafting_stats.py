@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class DraftingStats:
-    """Counters from the start of the engine. num_accepted_per_position[i]: verifications that kept draft token i."""
+    """Counters from the start of the engine.
+    num_accepted_per_position[i]: verifications that kept draft token i."""
 
     def __init__(self) -> None:
         self.num_drafts = 0

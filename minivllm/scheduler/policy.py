@@ -1,4 +1,5 @@
-"""Who comes first: the order of those who wait, who gives way when the cache is full, who is served first in a step.
+"""Who comes first: the order of those who wait, who gives way when the cache is full,
+who is served first in a step.
 
 A policy of your own is a subclass, given to an engine by name: see ``minivllm.register_policy``.
 """
@@ -24,16 +25,18 @@ class Turns(Protocol):
 
     @property
     def may_admit(self) -> bool:
-        """Whether a waiting request could join now, if it has blocks: budget and a seat are left, and nothing was
-        preempted in this step."""
+        """Whether a waiting request could join now, if it has blocks:
+        budget and a seat are left, and nothing was preempted in this step."""
 
     def cached_tokens(self, request: Request) -> int:
-        """Known tokens of a waiting request that the prefix cache has now, in whole blocks; a few look-ups."""
+        """Known tokens of a waiting request that the prefix cache has now, in whole blocks;
+        a few look-ups."""
 
     def serve_running(self) -> None:
         """Every running request that has no tokens yet gets what it lacks.
 
-        Where memory is short a victim gives way, or, in a step that has admitted requests, the request waits a step.
+        Where memory is short a victim gives way, or, in a step that has admitted requests,
+        the request waits a step.
         """
 
     def admit_waiting(self) -> None:
@@ -41,19 +44,22 @@ class Turns(Protocol):
 
 
 class SchedulingPolicy:
-    """First come, first served; those who run before those who wait. Subclasses change what they want otherwise."""
+    """First come, first served; those who run before those who wait.
+    Subclasses change what they want otherwise."""
 
     uses_priority = False
     """Whether requests may carry a priority; elsewhere it is refused."""
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    """The time now [seconds], on the scale of arrival times. Simulations set it, and measure both in steps."""
+    """The time now [seconds], on the scale of arrival times.
+    Simulations set it, and measure both in steps."""
 
     def make_queue(self) -> RequestQueue:
         """The queue of waiting requests."""
         return FCFSQueue()
 
     def choose_victim(self, running: Sequence[Request]) -> int:
-        """Index of the running request that gives up its blocks; running, never empty, in order of admission."""
+        """Index of the running request that gives up its blocks;
+        running, never empty, in order of admission."""
         return len(running) - 1
 
     def take_turns(self, turns: Turns) -> None:
@@ -72,7 +78,9 @@ class ByPriority(SchedulingPolicy):
     uses_priority = True
 
     def make_queue(self) -> RequestQueue:
-        return SortedQueue(lambda request: (request.engine_request.priority, request.engine_request.arrival_time))
+        return SortedQueue(
+            lambda request: (request.engine_request.priority, request.engine_request.arrival_time)
+        )
 
     def choose_victim(self, running: Sequence[Request]) -> int:
         def rank(place: int) -> tuple[int, float, int]:
@@ -86,5 +94,7 @@ def make_policy(name: str) -> SchedulingPolicy:
     """The policy of this name (see plugins.POLICIES). Raises ConfigError."""
     found = POLICIES.load(name)
     if not isinstance(found, type) or not issubclass(found, SchedulingPolicy):
-        raise ConfigError(f"scheduling_policy {name!r} must be a subclass of minivllm.SchedulingPolicy (the class).")
+        raise ConfigError(
+            f"scheduling_policy {name!r} must be a subclass of minivllm.SchedulingPolicy (the class)."
+        )
     return found()

@@ -74,8 +74,8 @@ class RescoredQueue(FCFSQueue):
     """In order of arrival, until it is told other scores."""
 
     def rescore(self, score: Callable[[Request], Any], at_most: int) -> None:
-        """Sort the first ``at_most`` requests: the highest score first, equal ones as they were. score: called once for
-        each of them."""
+        """Sort the first ``at_most`` requests: the highest score first, equal ones as they were.
+        score: called once for each of them."""
         first = [self._requests.popleft() for _ in range(min(at_most, len(self._requests)))]
         first.sort(key=score, reverse=True)
         self._requests.extendleft(reversed(first))

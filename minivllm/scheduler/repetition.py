@@ -11,8 +11,9 @@ STOP_REASON = "repetition"
 class RepetitionDetector:
     """Implements StopCondition with stop_reason "repetition".
 
-    For every pattern length p it counts how many tokens in a row equal the one p places before: a pattern that stands
-    there c times has made (c - 1) * p of them. One comparison per token and length, whatever the length of the output.
+    For every pattern length p it counts how many tokens in a row equal the one p places before: a pattern
+    that stands there c times has made (c - 1) * p of them. One comparison per token and length, whatever the
+    length of the output.
     """
 
     def __init__(self, params: RepetitionDetection, min_tokens: int) -> None:

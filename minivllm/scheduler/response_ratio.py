@@ -1,4 +1,5 @@
-"""Highest response ratio next: what waits longest for its cost comes first, and what is cached costs little."""
+"""Highest response ratio next: what waits longest for its cost comes first,
+and what is cached costs little."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from minivllm.scheduler.queues import RequestQueue, RescoredQueue
 MOST_RESCORED = 128
 """Requests at the head of the queue that are compared in one step; later ones keep their order."""
 STEPS_PER_RESCORING = 8
-"""While the first request waits for memory: ratios change slowly, and the search costs a few microseconds a request."""
+"""While the first request waits for memory:
+ratios change slowly, and the search costs a few microseconds a request."""
 MIN_COST = 64
 """A step reads all weights for any number of tokens, so fewer tokens count as so many."""
 
@@ -17,15 +19,15 @@ MIN_COST = 64
 class ByResponseRatio(SchedulingPolicy):
     """Highest (waited + cost) / cost first; the cost is the time to compute the tokens that are not cached.
 
-    A request with a cached prefix has a small cost, so its ratio grows fast. One without grows slowly, but without
-    bound. So a prefix is used while it is cached, and no request starves. (Brinch Hansen's highest response ratio
-    next, with the cost that a radix cache leaves.)
+    A request with a cached prefix has a small cost, so its ratio grows fast. One without grows slowly, but
+    without bound. So a prefix is used while it is cached, and no request starves. (Brinch Hansen's highest
+    response ratio next, with the cost that a radix cache leaves.)
 
-    The cost is the number of these tokens over the prefill rate, and the ratio 1 + rate · waited / tokens. The rate is
-    the same for all requests and changes no comparison, so nothing measures it. Equal ratios: fewer tokens first, then
-    in order of arrival. Whole cached blocks count, those that only a connector has do not. Preempted requests come
-    first, since they have begun their answers. While more comes than the engine can serve, all waits grow, those of
-    costly requests in proportion to their cost.
+    The cost is the number of these tokens over the prefill rate, and the ratio 1 + rate · waited / tokens.
+    The rate is the same for all requests and changes no comparison, so nothing measures it. Equal ratios:
+    fewer tokens first, then in order of arrival. Whole cached blocks count, those that only a connector has
+    do not. Preempted requests come first, since they have begun their answers. While more comes than the
+    engine can serve, all waits grow, those of costly requests in proportion to their cost.
     """
 
     def __init__(self) -> None:

@@ -1,19 +1,19 @@
 """Decides, step by step, how many more tokens to compute for whom.
 
-There is no prefill and no decode: a request's computed tokens catch up with its known tokens (the prompt and the answer
-so far) and with the drafts behind them, and a new token is sampled whenever they do. (vLLM V1's unified scheduler, with
-the chunked prefill of Sarathi-Serve.)
+There is no prefill and no decode: a request's computed tokens catch up with its known tokens (the prompt and
+the answer so far) and with the drafts behind them, and a new token is sampled whenever they do. (vLLM V1's
+unified scheduler, with the chunked prefill of Sarathi-Serve.)
 
-A request is admitted only if the cache has blocks for all its known tokens, although its first chunk needs few, and
-besides for all that is known of the prompts under way. Otherwise a long prompt would start over again and again: it
-fills the cache chunk by chunk, is preempted as the last one that came, and finds room for its first chunk at once. So
-memory runs out only because answers grow. vLLM checks the whole prompt as well (``scheduler_reserve_full_isl``, on by
-default), but not what other prompts under way will take; it matters where long_prefill_token_threshold lets several
-run side by side.
+A request is admitted only if the cache has blocks for all its known tokens, although its first chunk needs
+few, and besides for all that is known of the prompts under way. Otherwise a long prompt would start over
+again and again: it fills the cache chunk by chunk, is preempted as the last one that came, and finds room for
+its first chunk at once. So memory runs out only because answers grow. vLLM checks the whole prompt as well
+(``scheduler_reserve_full_isl``, on by default), but not what other prompts under way will take; it matters
+where long_prefill_token_threshold lets several run side by side.
 
-The stages of a pipeline compute different requests at the same time. So where there are several, a step samples for no
-more of the running requests than their share, and has no more of prompts than a share of the budget: else one step
-takes everybody, and all stages but one have nothing to do.
+The stages of a pipeline compute different requests at the same time. So where there are several, a step
+samples for no more of the running requests than their share, and has no more of prompts than a share of the
+budget: else one step takes everybody, and all stages but one have nothing to do.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ NUM_RECENT_STEPS = 256
 class Scheduler:
     """Owns every request between its arrival and its last output.
 
-    ``schedule`` and ``update_from_output`` take turns; with several steps in flight, ``schedule`` may be called again
-    before the results are there, and the results must come back in the order of the schedules.
+    ``schedule`` and ``update_from_output`` take turns; with several steps in flight, ``schedule`` may be
+    called again before the results are there, and the results must come back in the order of the schedules.
 
-    async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
-    from device memory. connector, admission: see there; by default nothing is added to cache and memory.
-    load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy`` names. encodings: of
-    images, for a model that sees.
+    async_scheduling: schedule the next token of a request while its last one is still unknown; the workers
+    read it from device memory. connector, admission: see there; by default nothing is added to cache and
+    memory. load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy``
+    names. encodings: of images, for a model that sees.
     """
 
     def __init__(
@@ -104,11 +104,13 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request; one with status BLOCKED waits for unblock_request besides.
 
-        A request that can never fit is finished at once: its output with finish_reason ERROR comes with the next
-        update_from_output. Raises RequestError if a request of this id is unfinished.
+        A request that can never fit is finished at once: its output with finish_reason ERROR comes with the
+        next update_from_output. Raises RequestError if a request of this id is unfinished.
         """
         if request.request_id in self.requests or self.loads.is_sending(request.request_id):
-            raise RequestError(f"Request id {request.request_id!r} is in use by an unfinished request; choose another.")
+            raise RequestError(
+                f"Request id {request.request_id!r} is in use by an unfinished request; choose another."
+            )
         request.record_event(EventType.QUEUED)
         error = reason_to_refuse(request, self.config.max_model_len, self.kv_cache_manager.room)
         if error is not None:
@@ -126,7 +128,8 @@ class Scheduler:
             request.status = RequestStatus.WAITING
 
     def fail_request(self, request_id: str, error: str) -> None:
-        """Give up on a BLOCKED request: its output with finish_reason ERROR comes with the next update_from_output."""
+        """Give up on a BLOCKED request:
+        its output with finish_reason ERROR comes with the next update_from_output."""
         request = self.requests.get(request_id)
         if request is not None and request.status is RequestStatus.BLOCKED:
             self.waiting.remove(request)
@@ -142,7 +145,8 @@ class Scheduler:
             self._refuse(request, error)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests early, whatever they are doing; they give no further output. Unknown ids are ignored."""
+        """End requests early, whatever they are doing; they give no further output.
+        Unknown ids are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is None:
@@ -154,21 +158,24 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what travelled. Requests whose load has ended go to the head of the queue; what did not arrive is
-        computed, or ends the request, as load_failure_policy says."""
+        """Take in what travelled. Requests whose load has ended go to the head of the queue; what did not
+        arrive is computed, or ends the request, as load_failure_policy says."""
         for request, is_whole in reversed(self.loads.end(output)):
             if is_whole or self._load_failure_policy == "recompute":
                 self.waiting.prepend(request)
                 continue
-            request.error = "Keys and values of the prompt did not arrive, and kv_load_failure_policy is 'fail'."
+            request.error = (
+                "Keys and values of the prompt did not arrive, and kv_load_failure_policy is 'fail'."
+            )
             self._finish(request, RequestStatus.FINISHED_ERROR)
             self._refuse(request, request.error)
 
     def set_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Guesses of the tokens that follow the last known one, to be verified by the next step.
 
-        Dropped for requests that are not running, or that have a token in flight which the guesses do not know; and all
-        of them where layers keep states, which cannot be taken back from a draft that is rejected.
+        Dropped for requests that are not running, or that have a token in flight which the guesses do not
+        know; and all of them where layers keep states, which cannot be taken back from a draft that is
+        rejected.
         """
         if self.kv_cache_manager.keeps_states:
             return
@@ -180,11 +187,13 @@ class Scheduler:
                 and request.num_computed_tokens == request.num_tokens - 1
             ):
                 mask = request.token_mask
-                request.draft_token_ids = list(token_ids) if mask is None else mask.valid_drafts(list(token_ids))
+                request.draft_token_ids = (
+                    list(token_ids) if mask is None else mask.valid_drafts(list(token_ids))
+                )
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step: running requests first, then waiting ones unless one was preempted, if the policy has nothing
-        else in mind."""
+        """Plan one step: running requests first, then waiting ones unless one was preempted,
+        if the policy has nothing else in mind."""
         budget = self.config.max_num_batched_tokens
         plan = StepPlan(budget, chunk_budget=-(-budget // self.config.num_stages))
         turns = StepTurns(
@@ -202,8 +211,8 @@ class Scheduler:
     ) -> list[EngineOutput]:
         """Take in the results of the oldest step in flight; what they mean for each request.
 
-        To be called after every schedule(), also after one that scheduled no tokens: refused requests get their
-        output here. Raises RuntimeError if results are missing or come out of order.
+        To be called after every schedule(), also after one that scheduled no tokens: refused requests get
+        their output here. Raises RuntimeError if results are missing or come out of order.
         """
         outputs, self._refused = self._refused, []
         if not scheduler_output.num_scheduled_tokens:
@@ -255,7 +264,9 @@ class Scheduler:
                     output.events = request.take_events()
                 outputs.append(output)
             elif request_id not in step.unfinished_prompts:
-                raise RuntimeError(f"The workers returned no token for {request_id}, whose known tokens are computed.")
+                raise RuntimeError(
+                    f"The workers returned no token for {request_id}, whose known tokens are computed."
+                )
             elif prompt_logprobs:
                 outputs.append(
                     EngineOutput(
@@ -276,7 +287,8 @@ class Scheduler:
         return bool(self.requests or self._refused)
 
     def has_requests(self) -> bool:
-        """True while there is something to do: unfinished requests, or finished ones the workers do not know of."""
+        """True while there is something to do:
+        unfinished requests, or finished ones the workers do not know of."""
         return bool(self.requests or self._refused or self._finished_request_ids)
 
     def stats(self) -> SchedulerStats:
@@ -303,22 +315,24 @@ class Scheduler:
         return [step for step in self._recent_steps if step.step > after]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, and what a connector has in this process; False, and nothing happens, while a
-        request or a load holds blocks."""
+        """Forget all cached prefixes, and what a connector has in this process; False, and nothing happens,
+        while a request or a load holds blocks."""
         if self.loads.num_transfers or not self.kv_cache_manager.reset_prefix_cache():
             return False
         self._connector.reset_cache()
         return True
 
     def check_integrity(self) -> None:
-        """Check requests against block tables and pool, between steps. Raises RuntimeError that says what is wrong."""
+        """Check requests against block tables and pool, between steps.
+        Raises RuntimeError that says what is wrong."""
         self.kv_cache_manager.check_integrity(self.running, self.loads.held())
         if len(self.running) + len(self.waiting) + len(self.loads.waiting) != len(self.requests):
             raise RuntimeError("Scheduler integrity: a request is neither running nor waiting, or both.")
         if self._encodings is not None:
             self._encodings.check_integrity({request.request_id for request in self.running})
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    # -- one step
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def _num_seats(self) -> int:
@@ -384,7 +398,9 @@ class Scheduler:
             share -= is_decode
             if new_block_ids is not no_block_ids or (rolled_back and request.request_id in rolled_back):
                 plan.differences[request.request_id] = CachedRequestData(
-                    request_id=request.request_id, new_block_ids=new_block_ids, num_computed_tokens=num_computed
+                    request_id=request.request_id,
+                    new_block_ids=new_block_ids,
+                    num_computed_tokens=num_computed,
                 )
             if request.draft_token_ids:
                 self._plan_drafts(request, num_new, plan)
@@ -437,8 +453,9 @@ class Scheduler:
             waiting.prepend(request)
 
     def _join(self, request: Request, prefix: Prefix, promised: list[int], plan: StepPlan) -> bool | None:
-        """Admit a waiting request with what it need not compute; False, and nothing has changed, if there is no room
-        besides the promised blocks; None if its next token is one of an image that cannot be encoded yet."""
+        """Admit a waiting request with what it need not compute; False, and nothing has changed, if there is
+        no room besides the promised blocks; None if its next token is one of an image that cannot be encoded
+        yet."""
         manager, num_computed = self.kv_cache_manager, prefix.num_tokens
         threshold = self.config.long_prefill_token_threshold
         num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
@@ -451,7 +468,12 @@ class Scheduler:
                 self._encodings.release(request)
                 return None
         room = manager.allocate_slots(
-            request, num_new, num_computed, prefix.blocks, num_reserved_blocks=promised, sources=prefix.sources
+            request,
+            num_new,
+            num_computed,
+            prefix.blocks,
+            num_reserved_blocks=promised,
+            sources=prefix.sources,
         )
         if room is None:
             self._release_images(request)
@@ -466,7 +488,8 @@ class Scheduler:
         promised = [
             self.kv_cache_manager.num_missing_blocks(request)
             for request in self.running
-            if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0) < request.num_tokens
+            if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0)
+            < request.num_tokens
         ]
         promised += self.loads.num_promised_blocks()
         return [sum(counts) for counts in zip([0] * len(self.kv_cache_manager.pools), *promised)]
@@ -477,13 +500,18 @@ class Scheduler:
         request.num_computed_tokens = num_computed_tokens
         if request.status is RequestStatus.PREEMPTED:
             plan.differences[request_id] = CachedRequestData(
-                request_id=request_id, new_block_ids=block_ids, num_computed_tokens=num_computed_tokens, resumed=True
+                request_id=request_id,
+                new_block_ids=block_ids,
+                num_computed_tokens=num_computed_tokens,
+                resumed=True,
             )
         else:
             request.num_cached_tokens = num_computed_tokens
             plan.new_requests.append(
                 NewRequestData(
-                    request=request.engine_request, block_ids=block_ids, num_computed_tokens=num_computed_tokens
+                    request=request.engine_request,
+                    block_ids=block_ids,
+                    num_computed_tokens=num_computed_tokens,
                 )
             )
         request.status = RequestStatus.RUNNING
@@ -519,7 +547,9 @@ class Scheduler:
     def _send(self, plan: StepPlan) -> SchedulerOutput:
         """The plan is final: computed counts move forward as if the step had already run."""
         self.kv_cache_manager.settle()
-        forget, encode = ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
+        forget, encode = (
+            ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
+        )
         output = SchedulerOutput(
             num_scheduled_tokens=plan.num_scheduled_tokens,
             block_copies=plan.block_copies,
@@ -528,7 +558,9 @@ class Scheduler:
             draft_token_ids=plan.drafts,
             finished_request_ids=list(self._finished_request_ids),
             preempted_request_ids=plan.preempted,
-            kv_connector_metadata=self._connector.build_connector_meta(self.kv_cache_manager.take_full_blocks()),
+            kv_connector_metadata=self._connector.build_connector_meta(
+                self.kv_cache_manager.take_full_blocks()
+            ),
             forget=forget,
             encode=encode,
         )
@@ -541,7 +573,9 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             params = request.sampling_params
             if num_computed < request.num_prompt_tokens and params.prompt_logprobs is not None:
-                prompt_logprob_starts[request.request_id] = max(num_computed, params.prompt_logprobs_start - 1)
+                prompt_logprob_starts[request.request_id] = max(
+                    num_computed, params.prompt_logprobs_start - 1
+                )
             request.num_computed_tokens = num_computed = num_computed + num_tokens
             if request.draft_token_ids:
                 request.draft_token_ids = []
@@ -552,7 +586,9 @@ class Scheduler:
         if plan.requests:
             self._num_steps += 1
             self._num_computed_tokens += self.config.max_num_batched_tokens - plan.budget
-            self._in_flight.append(InFlightStep(output, plan.requests, unfinished_prompts, prompt_logprob_starts))
+            self._in_flight.append(
+                InFlightStep(output, plan.requests, unfinished_prompts, prompt_logprob_starts)
+            )
             self._recent_steps.append(
                 RecentStep(
                     step=self._num_steps,
@@ -564,10 +600,12 @@ class Scheduler:
             )
         return output
 
-    # -- results and ends ----------------------------------------------------------------------------------------
+    # -- results and ends
+    # ----------------------------------------------------------------------------------------
 
     def _roll_back(self, request: Request, num_scheduled: int, num_sampled: int) -> None:
-        """Rejected drafts were computed for nothing: of 1 + k scheduled tokens, ``num_sampled`` led to a token."""
+        """Rejected drafts were computed for nothing:
+        of 1 + k scheduled tokens, ``num_sampled`` led to a token."""
         num_rejected = num_scheduled - num_sampled
         if num_rejected > 0:
             request.num_computed_tokens -= num_rejected

@@ -1,4 +1,5 @@
-"""Which part of the running requests one step samples for, so that all stages of a pipeline have something to do."""
+"""Which part of the running requests one step samples for,
+so that all stages of a pipeline have something to do."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ def stage_share(
 ) -> tuple[int, frozenset[str]]:
     """(how many requests that lack one token a step may take, those that other stages are computing).
 
-    Their next token, scheduled now, would make the first stage wait for the last one. Of the others, this step leaves
-    enough for those that follow before the oldest one is back, and takes no more than an equal part of all.
+    Their next token, scheduled now, would make the first stage wait for the last one. Of the others, this
+    step leaves enough for those that follow before the oldest one is back, and takes no more than an equal
+    part of all.
     """
     newest = list(in_flight)[1 - num_stages :]
     busy = frozenset(

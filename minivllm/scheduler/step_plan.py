@@ -12,8 +12,8 @@ from minivllm.request import Request
 class StepPlan:
     """A step while it is being put together: all of it can be taken back until it is sent.
 
-    budget: tokens that may still be added; chunk_budget: of requests that get more than one. block_copies: of requests
-    that are admitted. None of these is taken back, since a step that admits preempts none.
+    budget: tokens that may still be added; chunk_budget: of requests that get more than one. block_copies: of
+    requests that are admitted. None of these is taken back, since a step that admits preempts none.
     """
 
     __slots__ = (
@@ -58,8 +58,8 @@ class StepPlan:
 class StepTurns:
     """What a policy may do with a step; see policy.Turns.
 
-    serve_running, admit_waiting: add requests to the plan. cached_tokens: see KVCacheManager. has_seats: whether fewer
-    requests run than may.
+    serve_running, admit_waiting: add requests to the plan. cached_tokens: see KVCacheManager. has_seats:
+    whether fewer requests run than may.
     """
 
     def __init__(
@@ -82,7 +82,11 @@ class StepTurns:
 
     @property
     def may_admit(self) -> bool:
-        return not self._plan.preempted and min(self._plan.budget, self._plan.chunk_budget) > 0 and self._has_seats()
+        return (
+            not self._plan.preempted
+            and min(self._plan.budget, self._plan.chunk_budget) > 0
+            and self._has_seats()
+        )
 
     def serve_running(self) -> None:
         self._serve_running(self._plan)
@@ -96,8 +100,9 @@ class StepTurns:
 class InFlightStep:
     """A step that was sent and whose results have not come yet.
 
-    requests: in the order of ``output.num_scheduled_tokens``. unfinished_prompts: ids for which no token is sampled,
-    because known tokens remain to be computed. prompt_logprob_starts: position before the first prompt
+    requests: in the order of ``output.num_scheduled_tokens``. unfinished_prompts: ids for which no token is
+    sampled, because known tokens remain to be computed. prompt_logprob_starts: position before the first
+    prompt
     logprobs of the step, for requests that want some.
     """
 

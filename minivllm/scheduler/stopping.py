@@ -6,10 +6,11 @@ from minivllm.request import Request, RequestStatus
 
 
 def append_until_stop(request: Request, token_ids: list[int]) -> list[int]:
-    """Append tokens one by one until one ends the sequence; returns those that count, without one that is an error.
+    """Append tokens one by one until one ends the sequence;
+    returns those that count, without one that is an error.
 
-    Order of the checks: the request's own stop conditions, min_tokens (no stop token counts before it), end of
-    sequence, stop ids, length. On an end the status tells which one it was, and stop_reason names it.
+    Order of the checks: the request's own stop conditions, min_tokens (no stop token counts before it), end
+    of sequence, stop ids, length. On an end the status tells which one it was, and stop_reason names it.
     """
     params, eos_token_ids = request.sampling_params, request.engine_request.eos_token_ids
     num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens

@@ -41,7 +41,9 @@ def _streamable(model: Any) -> dict[int | str, dict[str, Any]]:
     """200 is JSON, or with ``stream: true`` a stream of events."""
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
     content = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
-    return {200: {"model": model, "content": content, "description": "The answer, or a stream of its pieces."}}
+    return {
+        200: {"model": model, "content": content, "description": "The answer, or a stream of its pieces."}
+    }
 
 
 def json_response(value: Any) -> Response:
@@ -60,7 +62,8 @@ def build_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="minivllm",
         version=__version__,
-        description="An OpenAI-compatible server. Unknown parameters that could change an answer are refused.",
+        description="An OpenAI-compatible server. Unknown parameters that could change an answer are "
+        "refused.",
         docs_url=None,
         redoc_url=None,  # these pages would load scripts from elsewhere; the schema is at /openapi.json
     )
@@ -118,24 +121,34 @@ def _strict(app: ASGIApp) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses={**_streamable(chat.ChatCompletion), **GENERATING}, tags=["generation"])
+    @app.post(
+        "/v1/chat/completions",
+        responses={**_streamable(chat.ChatCompletion), **GENERATING},
+        tags=["generation"],
+    )
     async def chat_completions(body: chat.ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation."""
         return await generated(request, ChatRun(service, body), body.stream)
 
-    @app.post("/v1/completions", responses={**_streamable(texts.Completion), **GENERATING}, tags=["generation"])
+    @app.post(
+        "/v1/completions", responses={**_streamable(texts.Completion), **GENERATING}, tags=["generation"]
+    )
     async def completions(body: texts.CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         return await generated(request, TextRun(service, body), body.stream)
 
-    @app.post("/v1/responses", responses={**_streamable(items.ResponseObject), **GENERATING}, tags=["generation"])
+    @app.post(
+        "/v1/responses", responses={**_streamable(items.ResponseObject), **GENERATING}, tags=["generation"]
+    )
     async def responses(body: items.ResponseRequest, request: Request) -> Response:
         """Continue a conversation, told as items; nothing is stored."""
         return await generated(request, ResponseRun(service, body), body.stream)
 
 
 def _add_pooling(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/embeddings", responses={200: {"model": texts.EmbeddingList}, **GENERATING}, tags=["embeddings"])
+    @app.post(
+        "/v1/embeddings", responses={200: {"model": texts.EmbeddingList}, **GENERATING}, tags=["embeddings"]
+    )
     async def embeddings(body: texts.EmbeddingRequest, request: Request) -> Response:
         """Texts as vectors."""
         return json_response(await while_connected(request.receive, embed(service, body)))
@@ -189,7 +202,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", responses={200: {"model": ops.ModelCard}, **changing}, tags=["models"])
     async def load(body: ops.LoadAdapterRequest) -> Response:
         """Serve an adapter from the server's directory for adapters under a name of its own."""
-        return json_response(small.model_card(service, await service.models.load(body.lora_name, body.lora_path)))
+        return json_response(
+            small.model_card(service, await service.models.load(body.lora_name, body.lora_path))
+        )
 
     @app.post("/v1/unload_lora_adapter", responses=unloading, tags=["models"])
     async def unload(body: ops.UnloadAdapterRequest) -> Response:
@@ -229,7 +244,8 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
 
 def _declare_keys(app: FastAPI) -> None:
-    """The schema says that every path takes a bearer key, except the open ones; the check itself stands before it."""
+    """The schema says that every path takes a bearer key, except the open ones;
+    the check itself stands before it."""
     make = app.openapi
 
     def with_keys() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A server's life: listen, drain when told to stop, end with the engine.
 
-SIGTERM or SIGINT: no new requests, running ones get ``drain_timeout`` seconds, the rest an error; a second signal exits
-at once, at any moment until the process has ended. The exit code is 0 then. When the engine dies, running requests get
-an error, ``/health`` says 503 for a moment, and the exit code is 1.
+SIGTERM or SIGINT: no new requests, running ones get ``drain_timeout`` seconds, the rest an error; a second
+signal exits at once, at any moment until the process has ended. The exit code is 0 then. When the engine
+dies, running requests get an error, ``/health`` says 503 for a moment, and the exit code is 1.
 """
 
 import asyncio
@@ -39,13 +39,15 @@ LAST_WORDS_SECONDS = 2.0
 """How long clients get to read their error before the connections are closed."""
 KEEP_ALIVE_SECONDS = 30
 KILL_SECONDS = 0.7
-"""After a second signal, how long connections, threads and the engine get before the process ends without them."""
+"""After a second signal, how long connections,
+threads and the engine get before the process ends without them."""
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them meets a busy event loop."""
 
 
 class Uvicorn(uvicorn.Server):
-    """uvicorn with bounded connections, and without its own signal handlers: draining comes before closing them.
+    """uvicorn with bounded connections, and without its own signal handlers:
+    draining comes before closing them.
 
     last_words: how long answers may go on when it is told to stop [seconds].
     """
@@ -198,11 +200,11 @@ class ServerRun:
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """The socket, which listens before a model is loaded for nothing: one that is only bound would leave the port to a
-    second server. Connections that are made meanwhile wait. Raises ConfigError."""
+    """The socket, which listens before a model is loaded for nothing: one that is only bound would leave the
+    port to a second server. Connections that are made meanwhile wait. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # The event loop sends small frames at once (TCP_NODELAY) only on sockets that say they are TCP; without that, every
-    # token of a stream may wait 40 ms for the acknowledgement of the one before.
+    # The event loop sends small frames at once (TCP_NODELAY) only on sockets that say they are TCP; without
+    # that, every token of a stream may wait 40 ms for the acknowledgement of the one before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -212,7 +214,8 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.close()
         reason = (isinstance(error, OSError) and error.strerror) or "this is no name of a host"
         raise ConfigError(
-            f"The server cannot listen on {settings.host} port {settings.port}: {reason}. Choose another --host or "
+            f"The server cannot listen on {settings.host} port {settings.port}: {reason}. Choose another "
+            "--host or "
             "--port."
         ) from None
     return listener
@@ -233,7 +236,8 @@ async def serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.soc
     run: ServerRun | None = None
     try:
         run = ServerRun(engine, settings)
-        # What is there before the first request stays: the collector need not look through it again and again.
+        # What is there before the first request stays:
+        # the collector need not look through it again and again.
         gc.collect()
         gc.freeze()
         return await run.run(listener)
@@ -248,7 +252,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

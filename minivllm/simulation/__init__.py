@@ -1,4 +1,5 @@
-"""Engines that are not quite real: a scheduler without workers, ranks as threads, and what a step must at least take.
+"""Engines that are not quite real:
+a scheduler without workers, ranks as threads, and what a step must at least take.
 
 May import: batch, checkpoints, compilation, config, distributed, engine, engine_process, executor, frontend,
 kv_cache, kv_transfer, linear, models, models.decoder, program, scheduler, specs, worker.

@@ -42,7 +42,8 @@ class Machine:
 
 
 def seconds_per_call(function: Callable[[], Any], device: torch.device, calls: int = PROBES) -> list[float]:
-    """Time of each call, the device's queue emptied before and after; the first few are not counted [seconds]."""
+    """Time of each call, the device's queue emptied before and after;
+    the first few are not counted [seconds]."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -74,7 +75,8 @@ def read_bandwidth(device: torch.device, size: int, calls: int = PROBES) -> floa
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, width: int) -> float:
-    """Floating point operations per second of a product of ``width`` by ``width`` matrices, the best of several."""
+    """Floating point operations per second of a product of ``width`` by ``width`` matrices,
+    the best of several."""
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2))
     return 2 * width**3 / min(seconds_per_call(lambda: a @ b, device))
@@ -83,7 +85,9 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, width: int) -> float:
 def measure_machine(device: torch.device, dtype: torch.dtype, size: int, width: int) -> Machine:
     """All limits. size: bytes that are copied and read. width: of the matrices."""
     with torch.inference_mode():
-        return Machine(copy_bandwidth(device, size), read_bandwidth(device, size), matmul_peak(device, dtype, width))
+        return Machine(
+            copy_bandwidth(device, size), read_bandwidth(device, size), matmul_peak(device, dtype, width)
+        )
 
 
 def tensor_bytes(tensors: Any) -> int:
@@ -93,12 +97,15 @@ def tensor_bytes(tensors: Any) -> int:
 
 
 def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
-    """Bytes of weights that a step of so many rows reads: all weights but the embedding, of which a few rows are read.
+    """Bytes of weights that a step of so many rows reads:
+    all weights but the embedding, of which a few rows are read.
 
     A weight that is kept in several forms counts in the form that the step's code reads.
     """
     stored = [*(one for layer in decoder.layers for one in layer.stored), decoder.head]
-    read = [one.method.read_by(rows, one.tensors) if isinstance(one, Linear) else one.tensors for one in stored]
+    read = [
+        one.method.read_by(rows, one.tensors) if isinstance(one, Linear) else one.tensors for one in stored
+    ]
     return tensor_bytes([read, [layer.vectors for layer in decoder.layers], decoder.final_norm])
 
 
@@ -115,7 +122,8 @@ def kv_tokens_read(config: DecoderConfig, context: float) -> float:
 
 
 def prefill_flops(config: DecoderConfig, tokens: int) -> float:
-    """Operations to compute a prompt and the logits of its last token: two per weight and token, and attention.
+    """Operations to compute a prompt and the logits of its last token:
+    two per weight and token, and attention.
 
     After the attention of the last layer only the last token is still needed.
     """
@@ -125,7 +133,9 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
         before, after, per_key = _mixer_weights(mixer, hidden)
         after += 3 * hidden * layer.mlp.active_inner
         flops += 2.0 * tokens * before + 2.0 * (1 if is_last else tokens) * after
-        if isinstance(mixer, StateMixerSpec):  # the update of a state is linear in tokens, and small beside these
+        if isinstance(
+            mixer, StateMixerSpec
+        ):  # the update of a state is linear in tokens, and small beside these
             continue
         reach = tokens if mixer.attend.window is None else min(mixer.attend.window, tokens)
         # Query i sees min(i, reach) keys; each costs a product with K and one with V.
@@ -135,8 +145,8 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
 
 
 def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
-    """Weights that are multiplied with each token before the cut and after it, and values that a query is multiplied
-    with for each key."""
+    """Weights that are multiplied with each token before the cut and after it,
+    and values that a query is multiplied with for each key."""
     if isinstance(spec, StateMixerSpec):
         return hidden * spec.widths[0], hidden * spec.widths[1], 0
     if isinstance(spec, LatentSpec):
@@ -146,4 +156,8 @@ def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
         behind = spec.heads * spec.value_dim * (spec.kv_rank + hidden)
         return ahead, behind, spec.heads * (spec.head_dim + spec.kv_rank)
     size = spec.heads * spec.head_dim
-    return hidden * (size + 2 * spec.kv_heads * spec.head_dim), (1 + spec.output_gate) * size * hidden, 2 * size
+    return (
+        hidden * (size + 2 * spec.kv_heads * spec.head_dim),
+        (1 + spec.output_gate) * size * hidden,
+        2 * size,
+    )

@@ -33,8 +33,8 @@ def simulated_config(scheduler: SchedulerConfig | None = None, **settings: Any) 
 class SimulatedExecutor:
     """An ``Executor`` whose only worker is a function. A step has run when ``execute_model`` returns.
 
-    run: from a step to what it samples. num_blocks: of the KV cache, whose blocks have the size that config says.
-    vocab_size: width of the logits. calls: of ``collective``, which are noted, and do nothing.
+    run: from a step to what it samples. num_blocks: of the KV cache, whose blocks have the size that config
+    says. vocab_size: width of the logits. calls: of ``collective``, which are noted, and do nothing.
     """
 
     def __init__(

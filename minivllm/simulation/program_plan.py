@@ -21,10 +21,12 @@ META = torch.device("meta")
 
 
 def planned_programs(config: EngineConfig, facts: ModelFacts) -> list[Plan]:
-    """Of rank 0 of each pipeline stage, with unquantised weights. Raises ModelError if the model is computed by its
-    class of transformers."""
+    """Of rank 0 of each pipeline stage, with unquantised weights.
+    Raises ModelError if the model is computed by its class of transformers."""
     if not isinstance(facts, DecoderConfig):
-        raise ModelError(f"{config.model_path} is computed by its class of transformers, which is no list of pieces.")
+        raise ModelError(
+            f"{config.model_path} is computed by its class of transformers, which is no list of pieces."
+        )
     return [_plan(config, facts, number) for number in range(config.pipeline_parallel_size)]
 
 
@@ -44,7 +46,9 @@ def _plan(config: EngineConfig, facts: DecoderConfig, number: int) -> Plan:
         (name, torch.empty(shape, dtype=dtype, device=META)) for name, shape in shapes if decoder.wants(name)
     )
     caches = [
-        spec.declare(Size("blocks", 2), config.cache.block_size, META) if isinstance(spec, CacheSpec) else NO_CACHE
+        spec.declare(Size("blocks", 2), config.cache.block_size, META)
+        if isinstance(spec, CacheSpec)
+        else NO_CACHE
         for spec in decoder.cache_specs
     ]
     return decoder.plan(token_specs(META), caches)

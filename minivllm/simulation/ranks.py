@@ -1,4 +1,5 @@
-"""All ranks of an engine as threads of one process: what worker processes compute, bit by bit, within a debugger."""
+"""All ranks of an engine as threads of one process:
+what worker processes compute, bit by bit, within a debugger."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ EXCHANGE_SECONDS, CALL_SECONDS = 60, 120
 class ThreadCommunicator(Communicator):
     """Ranks that are threads lay their tensors into a list.
 
-    Two lists alternate: a rank that writes into one has seen that all have written into the other one, and so have read
-    what was there before. barrier: for all ranks. lists: two, with room for every rank.
+    Two lists alternate: a rank that writes into one has seen that all have written into the other one, and so
+    have read what was there before. barrier: for all ranks. lists: two, with room for every rank.
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, lists: Sequence[list[Any]]) -> None:
@@ -171,5 +172,7 @@ def virtual_llm(**arguments: Any) -> LLM:
     """An engine of these EngineArgs whose ranks are threads."""
     args = EngineArgs(**arguments)
     config, facts = resolve(args)
-    client = InProcessClient(EngineCore(config, VirtualShards(config, facts)), facts.vocab_size, facts.eos_token_ids)
+    client = InProcessClient(
+        EngineCore(config, VirtualShards(config, facts)), facts.vocab_size, facts.eos_token_ids
+    )
     return LLM(engine=LLMEngine(client, load_model_tokenizer(args, config.model_path, config.load_format)))

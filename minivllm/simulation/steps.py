@@ -20,7 +20,8 @@ from minivllm.simulation.tier import SimulatedTier
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes before step ``step``. prompt: its token ids, or a length of which nothing is shared."""
+    """A request that comes before step ``step``.
+    prompt: its token ids, or a length of which nothing is shared."""
 
     name: str
     prompt: int | Sequence[int]
@@ -48,8 +49,8 @@ class Arrival:
 class TraceStep:
     """One decision of the scheduler.
 
-    Of a pipeline it is a tick, in which every stage computes one step. A step is called by the tick in which the first
-    stage computes it; finished are the requests that the last stage ends in this tick.
+    Of a pipeline it is a tick, in which every stage computes one step. A step is called by the tick in which
+    the first stage computes it; finished are the requests that the last stage ends in this tick.
     """
 
     step: int
@@ -86,7 +87,8 @@ class TraceStep:
 def made_up_output(
     scheduler: Scheduler, step: SchedulerOutput, token: Callable[[Request], int] = lambda request: 0
 ) -> ModelRunnerOutput:
-    """Results of a step that was just scheduled: a token for every request of which it computes the last one known."""
+    """Results of a step that was just scheduled:
+    a token for every request of which it computes the last one known."""
     sampled = {}
     for request_id in step.num_scheduled_tokens:
         request = scheduler.requests[request_id]
@@ -106,7 +108,8 @@ class _InStages(NamedTuple):
 def scheduled_steps(
     scheduler: Scheduler, arrivals: Iterable[Arrival], num_stages: int = 1, tier: SimulatedTier | None = None
 ) -> Iterator[TraceStep]:
-    """Schedule until all requests are done; step 0 is the first step of this call. tier: the scheduler's connector."""
+    """Schedule until all requests are done; step 0 is the first step of this call.
+    tier: the scheduler's connector."""
     coming = deque(sorted(arrivals, key=lambda arrival: arrival.step))
     caught_up: set[str] = set()
     in_stages: deque[_InStages | None] = deque([None] * (num_stages - 1))

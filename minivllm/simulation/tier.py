@@ -1,4 +1,5 @@
-"""A second tier of the prefix cache for traces: everything that becomes full is saved, and comes back after a while."""
+"""A second tier of the prefix cache for traces:
+everything that becomes full is saved, and comes back after a while."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from minivllm.scheduler.scheduler import Scheduler
 
 
 class SimulatedTier(BlockStore):
-    """Both sides of a connector without a worker. load_steps: from the step of a load to that in which it is there."""
+    """Both sides of a connector without a worker.
+    load_steps: from the step of a load to that in which it is there."""
 
     def __init__(self, block_size: int, load_steps: int) -> None:
         config = KVTransferConfig(kv_connector="simulated")
@@ -46,4 +48,6 @@ class SimulatedTier(BlockStore):
         arrived = [load for due, load in self._due if due <= step]
         self._due = [(due, load) for due, load in self._due if due > step]
         for load in arrived:
-            scheduler.update_connector_output(KVConnectorOutput(finished_recving={load.transfer_id: len(load.keys)}))
+            scheduler.update_connector_output(
+                KVConnectorOutput(finished_recving={load.transfer_id: len(load.keys)})
+            )

@@ -1,8 +1,9 @@
 """How many tokens to guess, per request and step by step: as many as pay, and none where none pay.
 
-With a chance ``a`` that a drafted token is accepted, k of them give 1 + a + a² + … + a^k tokens per step (Leviathan
-et al. 2023), for the price of a step that verifies k tokens more. The k with the most tokens per unit of time wins;
-where that is 0, drafting stops, and every now and then a short probe finds out whether the text has become easier.
+With a chance ``a`` that a drafted token is accepted, k of them give 1 + a + a² + … + a^k tokens per step
+(Leviathan et al. 2023), for the price of a step that verifies k tokens more. The k with the most tokens per
+unit of time wins; where that is 0, drafting stops, and every now and then a short probe finds out whether the
+text has become easier.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 128
 class StepCost:
     """Times in units of a step with a single request and a single token.
 
-    verify_fixed: extra time of a step that verifies anything at all. verify_token: of every drafted token, and of every
-    further request in the step. draft_token: of guessing one token.
+    verify_fixed: extra time of a step that verifies anything at all. verify_token: of every drafted token,
+    and of every further request in the step. draft_token: of guessing one token.
     """
 
     verify_fixed: float
@@ -31,7 +32,8 @@ class StepCost:
     draft_token: float = 0.0
 
     def relative(self, k: int, batch_size: int) -> float:
-        """Time of a step in which each of batch_size requests verifies k tokens, against one without drafts."""
+        """Time of a step in which each of batch_size requests verifies k tokens,
+        against one without drafts."""
         if k == 0:
             return 1.0
         extra = self.verify_fixed + k * self.draft_token + batch_size * k * self.verify_token

@@ -1,4 +1,5 @@
-"""The interface of drafters, which guess the tokens that follow. Wrong guesses cost time, never correctness."""
+"""The interface of drafters, which guess the tokens that follow.
+Wrong guesses cost time, never correctness."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from minivllm.sampling.sampling_state import SamplingState
 class DraftContext:
     """Arguments to make a drafter, once, when the engine starts.
 
-    settings: speculative_config. target: the model whose tokens are guessed. batch: the requests that it serves.
-    sampling_state: how their tokens are drawn. compiler: makes the regions in use at first. draft_decoder: the loaded
-    model or head, for the methods that have one.
+    settings: speculative_config. target: the model whose tokens are guessed. batch: the requests that it
+    serves. sampling_state: how their tokens are drawn. compiler: makes the regions in use at first.
+    draft_decoder: the loaded model or head, for the methods that have one.
     """
 
     settings: SpeculativeConfig
@@ -38,17 +39,24 @@ class DraftContext:
     draft_decoder: Model | None = None
 
     def paged(self, model: Model, *, token_offset: int = 0) -> PagedModel:
-        """A model over the blocks of the first KV group, with caches of its own; token_offset: see StepInputBuilder."""
+        """A model over the blocks of the first KV group, with caches of its own;
+        token_offset: see StepInputBuilder."""
         return PagedModel(
-            model, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset, is_draft=True
+            model,
+            self.batch,
+            self.limits,
+            self.policy,
+            self.make_attention,
+            token_offset=token_offset,
+            is_draft=True,
         )
 
 
 class GuessingModel(Protocol):
     """A model that a drafter runs beside the target, by the regions of the same compiler.
 
-    caches: of its own, if it has any: tuples of tensors [blocks, block_size, …], which nothing else holds. tap: what it
-    wants of the target's hidden states.
+    caches: of its own, if it has any: tuples of tensors [blocks, block_size, …], which nothing else holds.
+    tap: what it wants of the target's hidden states.
     """
 
     caches: list[Any]
@@ -61,16 +69,17 @@ class GuessingModel(Protocol):
         """Have caches again after they were cleared."""
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy blocks of the caches, and what is known of them; int64 [copies], all sources before any target."""
+        """Copy blocks of the caches, and what is known of them;
+        int64 [copies], all sources before any target."""
 
 
 @dataclass(frozen=True)
 class DraftTask:
     """One request that wants guesses.
 
-    token_ids [n] int: prompt and output so far; a view, valid until the next step. max_tokens: guess at most so many,
-    at least 1. slot: where the request lives in the persistent batch. cache_salt: the tenant; guesses may show what
-    others were told only among those of the same one.
+    token_ids [n] int: prompt and output so far; a view, valid until the next step. max_tokens: guess at most
+    so many, at least 1. slot: where the request lives in the persistent batch. cache_salt: the tenant;
+    guesses may show what others were told only among those of the same one.
     """
 
     request_id: str
@@ -83,8 +92,8 @@ class DraftTask:
 class Drafter(Protocol):
     """Guesses deterministically: the same tokens known, the same guesses.
 
-    cost_per_token: time to guess one token, as a share of a step of the model with a single token. models: those that
-    it guesses with; mostly none.
+    cost_per_token: time to guess one token, as a share of a step of the model with a single token. models:
+    those that it guesses with; mostly none.
     """
 
     cost_per_token: float

@@ -1,7 +1,8 @@
 """The model's own first layers as a drafter: nothing to download, and no KV cache but the model's own.
 
-What the first layers compute for a drafted token is what verification will compute for it again, so their keys and
-values go where they belong anyway. (After Zhang et al. 2023, "Draft & Verify", and Elhoushi et al. 2024, "LayerSkip".)
+What the first layers compute for a drafted token is what verification will compute for it again, so their
+keys and values go where they belong anyway. (After Zhang et al. 2023, "Draft & Verify", and Elhoushi et al.
+2024, "LayerSkip".)
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class CanBeShortened(Protocol):
 
 
 class EarlyExit(PagedDraft):
-    """Guesses with the first layers, the final norm and the head. It writes into the target's caches, where everything
-    before a guess is computed already."""
+    """Guesses with the first layers, the final norm and the head. It writes into the target's caches, where
+    everything before a guess is computed already."""
 
     def __init__(self, context: DraftContext, num_layers: int) -> None:
         """Raises ConfigError if the model cannot leave out layers."""

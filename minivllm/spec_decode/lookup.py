@@ -1,9 +1,11 @@
-"""Drafters without a model: what followed the last tokens when they stood somewhere before is likely to follow again.
+"""Drafters without a model: what followed the last tokens when they stood somewhere before is likely to
+follow again.
 
-Free of cost and strong where answers repeat their prompt: editing, extraction, code repair. Prompt lookup looks at the
-request's own tokens (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023). Suffix drafting finds matches of any
-length, also in what earlier requests were answered (SuffixDecoding, Oliaro et al. 2024): a suffix automaton (Blumer et
-al. 1985) holds all substrings of a text in at most two states per token and is extended token by token.
+Free of cost and strong where answers repeat their prompt: editing, extraction, code repair. Prompt lookup
+looks at the request's own tokens (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023). Suffix
+drafting finds matches of any length, also in what earlier requests were answered (SuffixDecoding, Oliaro et
+al. 2024): a suffix automaton (Blumer et al. 1985) holds all substrings of a text in at most two states per
+token and is extended token by token.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def longest_suffix_match(token_ids: np.ndarray, min_length: int, max_length: int
 
 
 def repeat(token_ids: list[int], length: int) -> list[int]:
-    """The first ``length`` of token_ids, from the start again when they run out: what goes on periodically, goes on."""
+    """The first ``length`` of token_ids, from the start again when they run out:
+    what goes on periodically, goes on."""
     return [token_ids[index % len(token_ids)] for index in range(length)]
 
 
@@ -79,13 +82,14 @@ class SuffixAutomaton:
             self._append(token_id)
 
     def repeated_suffix(self) -> tuple[int, int]:
-        """The longest suffix of the text that also occurs earlier: (its length, the place after its first occurrence).
-        (0, 0) if no token of it does."""
+        """The longest suffix of the text that also occurs earlier: (its length, the place after its first
+        occurrence). (0, 0) if no token of it does."""
         link = max(0, self._link[self._last])
         return self._length[link], self._end[link]
 
     def longest_match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The longest suffix of token_ids that occurs in the text: (length, the place after its first occurrence)."""
+        """The longest suffix of token_ids that occurs in the text:
+        (length, the place after its first occurrence)."""
         state, length = 0, 0
         for token_id in token_ids:
             while state != 0 and token_id not in self._next[state]:
@@ -130,9 +134,10 @@ class SuffixAutomaton:
 class SuffixDrafter(Drafter):
     """Copies what followed the longest match, in the request itself or in earlier outputs.
 
-    Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the older one is
-    forgotten. So no more than max_cached_tokens of them are remembered. Requests learn from those of the same
-    cache_salt only: how fast an answer comes must not tell one tenant what another was told.
+    Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the
+    older one is forgotten. So no more than max_cached_tokens of them are remembered. Requests learn from
+    those of the same cache_salt only: how fast an answer comes must not tell one tenant what another was
+    told.
     """
 
     cost_per_token = 0.0

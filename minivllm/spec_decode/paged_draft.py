@@ -1,15 +1,16 @@
 """Drafters with a model, over the blocks of the target: what they share, from a task to its guesses.
 
-They guess token by token, all requests side by side. Where the target's token is drawn with the noise of its position,
-the draft is drawn with the very same noise: the two agree as often as their distributions overlap, up to a factor of
-two of the best any coupling could do, and verification needs to know nothing of the draft's probabilities (Gumbel
-coupling; Daliri et al. 2024).
+They guess token by token, all requests side by side. Where the target's token is drawn with the noise of its
+position, the draft is drawn with the very same noise: the two agree as often as their distributions overlap,
+up to a factor of two of the best any coupling could do, and verification needs to know nothing of the draft's
+probabilities (Gumbel coupling; Daliri et al. 2024).
 
-Block b of a request is block b of both caches, so blocks are counted once and the scheduler knows of one model only.
-But a drafter computes a token when it first guesses the next one, not when the scheduler says so: prompts come in
-chunks, blocks from the prefix cache, requests back from preemption, and guesses are rejected. So beside each place of
-its cache it keeps a fingerprint of the text, up to there, that the keys and values in this place stand for. A place
-that does not match counts as missing, and blocks that were shared for the target are shared for the drafter too.
+Block b of a request is block b of both caches, so blocks are counted once and the scheduler knows of one
+model only. But a drafter computes a token when it first guesses the next one, not when the scheduler says so:
+prompts come in chunks, blocks from the prefix cache, requests back from preemption, and guesses are rejected.
+So beside each place of its cache it keeps a fingerprint of the text, up to there, that the keys and values in
+this place stand for. A place that does not match counts as missing, and blocks that were shared for the
+target are shared for the drafter too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 class PrefixFingerprints:
-    """64 bits for every prefix of a text, quickly: sums of (token + 1) ** 2 times powers of a constant, modulo 2 ** 64.
+    """64 bits for every prefix of a text, quickly:
+    sums of (token + 1) ** 2 times powers of a constant, modulo 2 ** 64.
 
-    Two texts with equal fingerprints are equal but for a chance in very many; where they are not, guesses are bad.
+    Two texts with equal fingerprints are equal but for a chance in very many;
+    where they are not, guesses are bad.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -61,7 +64,8 @@ class PagedDraft(Drafter):
     caches: list[Any]
 
     def __init__(self, context: DraftContext, paged: PagedModel, *, token_offset: int = 0) -> None:
-        """paged: builds the steps. token_offset: a token is computed so many places before its own (1 for EAGLE)."""
+        """paged: builds the steps. token_offset:
+        a token is computed so many places before its own (1 for EAGLE)."""
         self._batch, self._limits = context.batch, context.limits
         self._tables = context.batch.groups[0]
         self._paged, self._token_offset = paged, token_offset
@@ -85,9 +89,14 @@ class PagedDraft(Drafter):
         """See GuessingModel."""
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
-        # The last guess is computed by verification, so of k guesses k - 1 need a place, after the n known tokens.
-        lengths = [min(task.max_tokens, self.num_places(task.slot) - len(task.token_ids) + 1) for task in tasks]
-        proposals: dict[str, list[int]] = {task.request_id: [] for task, length in zip(tasks, lengths) if length > 0}
+        # The last guess is computed by verification, so of k guesses k - 1 need a place,
+        # after the n known tokens.
+        lengths = [
+            min(task.max_tokens, self.num_places(task.slot) - len(task.token_ids) + 1) for task in tasks
+        ]
+        proposals: dict[str, list[int]] = {
+            task.request_id: [] for task, length in zip(tasks, lengths) if length > 0
+        }
         for step in range(max(lengths, default=0)):
             active = [task for task, length in zip(tasks, lengths) if length > step]
             slots = np.array([task.slot for task in active], dtype=np.int64)
@@ -101,8 +110,8 @@ class PagedDraft(Drafter):
         return int(self._tables.num_held[slot]) * self._tables.block_size + self._token_offset
 
     def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
-        """Compute the tokens that stand at ``positions`` of ``slots`` (int [R] each; everything before them is known),
-        guess the next ones, and write these into the batch."""
+        """Compute the tokens that stand at ``positions`` of ``slots`` (int [R] each; everything before them
+        is known), guess the next ones, and write these into the batch."""
         owners = {request.slot: request for request in self._batch.requests.values() if request.slot >= 0}
         rows = [Row(owners[s], p - self._token_offset, 1) for s, p in zip(slots.tolist(), positions.tolist())]
         self._catch_up(rows)
@@ -171,17 +180,19 @@ class CachedDraft(PagedDraft):
         return self._tables.cache_slots(slots, positions)
 
     def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
-        """Fingerprints of what the first ``count`` places are computed from: the text up to the token of each."""
+        """Fingerprints of what the first ``count`` places are computed from:
+        the text up to the token of each."""
         offset = self._token_offset
         return self._fingerprints(self._batch.token_ids.host[request.slot, : count + offset])[offset:]
 
 
 class DraftDecoder(CachedDraft):
-    """Guesses with a second, smaller model (Leviathan et al. 2023). Its attention reads everything before a token, so
-    it computes from the first place on that is missing.
+    """Guesses with a second, smaller model (Leviathan et al. 2023). Its attention reads everything before a
+    token, so it computes from the first place on that is missing.
 
-    Its vocabulary is the target's, but may be padded to another width: logits of ids that only one of them has are cut
-    or minus infinity, and an id of a prompt that its embedding lacks is read as the last one it has.
+    Its vocabulary is the target's, but may be padded to another width: logits of ids that only one of them
+    has are cut or minus infinity, and an id of a prompt that its embedding lacks is read as the last one it
+    has.
     """
 
     def __init__(self, context: DraftContext, model: Model) -> None:

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 MEASUREMENTS = 5
 """Repetitions of each measured step; the fastest counts."""
 DEFAULT_VERIFICATION_COST = 0.05
-"""Where it is not measured: a step that reads all weights for one token computes a few more almost for free."""
+"""Where it is not measured: a step that reads all weights for one token computes a few more almost for
+free."""
 
 
 def ngram(context: DraftContext) -> Drafter:
@@ -46,24 +47,30 @@ def draft_model(context: DraftContext) -> Drafter:
 
 
 def make_speculation(context: DraftContext) -> Speculation:
-    """Everything that speculative_config asks for. Verification costs what the user said, or the default until it is
-    measured. Raises ConfigError."""
+    """Everything that speculative_config asks for. Verification costs what the user said, or the default
+    until it is measured. Raises ConfigError."""
     settings = context.settings
     cost = DEFAULT_VERIFICATION_COST if settings.verification_cost is None else settings.verification_cost
     drafter: Drafter = DRAFTERS.load(settings.method)(context)
-    missing = [name for name in ("propose", "finish", "cost_per_token", "models") if not hasattr(drafter, name)]
+    missing = [
+        name for name in ("propose", "finish", "cost_per_token", "models") if not hasattr(drafter, name)
+    ]
     if missing:
         raise ConfigError(
-            f"speculative_config['method'] is {settings.method!r}, whose drafter lacks {', '.join(missing)}: make it a "
+            f"speculative_config['method'] is {settings.method!r}, whose drafter lacks {', '.join(missing)}: "
+            "make it a "
             "subclass of minivllm.Drafter."
         )
     lengths = DraftLengths(settings.num_speculative_tokens, StepCost(0.0, cost, drafter.cost_per_token))
-    logger.info("Speculative decoding: %s, at most %d tokens.", settings.method, settings.num_speculative_tokens)
+    logger.info(
+        "Speculative decoding: %s, at most %d tokens.", settings.method, settings.num_speculative_tokens
+    )
     return Speculation(drafter, lengths, context.batch, context.target.model.vocab_size)
 
 
 def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tuple[float, float]:
-    """Cost of verification, in units of a step without drafts: (once, for every token), from steps with 0, 1 and k."""
+    """Cost of verification, in units of a step without drafts:
+    (once, for every token), from steps with 0, 1 and k."""
     none, one, most = (min(seconds_to_verify(drafts) for _ in range(MEASUREMENTS)) for drafts in (0, 1, k))
     per_token = max(0.0, (most - one) / (k - 1) / none) if k > 1 else 0.0
     return max(0.0, one / none - 1.0 - per_token), per_token
@@ -72,7 +79,9 @@ def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tup
 class Speculation:
     """Asks a drafter for guesses, as many as pay, and learns from what becomes of them."""
 
-    def __init__(self, drafter: Drafter, lengths: DraftLengths, batch: PersistentBatch, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter, lengths: DraftLengths, batch: PersistentBatch, vocab_size: int
+    ) -> None:
         self.drafter, self.lengths, self._batch, self._vocab_size = drafter, lengths, batch, vocab_size
         self._has_warned = False
 
@@ -84,7 +93,8 @@ class Speculation:
     def propose(
         self, drafted: Mapping[str, Sequence[int]], sampled: Mapping[str, Sequence[int]]
     ) -> dict[str, list[int]]:
-        """Guesses for every request that sampled something in this step, of which ``drafted`` had been verified."""
+        """Guesses for every request that sampled something in this step,
+        of which ``drafted`` had been verified."""
         for request_id, draft in drafted.items():
             self.lengths.record(request_id, len(draft), len(sampled[request_id]) - 1)
         tasks = {}
@@ -94,13 +104,18 @@ class Speculation:
             length = min(room, self.lengths.choose(request_id, len(sampled))) if room > 0 else 0
             if length > 0:
                 token_ids = self._batch.token_ids.host[request.slot, : request.num_tokens]
-                tasks[request_id] = DraftTask(request_id, request.slot, token_ids, length, request.data.cache_salt)
+                tasks[request_id] = DraftTask(
+                    request_id, request.slot, token_ids, length, request.data.cache_salt
+                )
         proposals = self.drafter.propose(list(tasks.values())) if tasks else {}
-        sound = {task.request_id: self._sound(proposals.get(task.request_id, ()), task) for task in tasks.values()}
+        sound = {
+            task.request_id: self._sound(proposals.get(task.request_id, ()), task) for task in tasks.values()
+        }
         return {request_id: guess for request_id, guess in sound.items() if guess}
 
     def _sound(self, guess: Sequence[int], task: DraftTask) -> list[int]:
-        """The part of a guess that can be verified: as many tokens as were asked for, up to the first that is none.
+        """The part of a guess that can be verified:
+        as many tokens as were asked for, up to the first that is none.
 
         The embedding of a token outside the vocabulary cannot be looked up, and drafters may be anybody's.
         """
@@ -110,7 +125,8 @@ class Speculation:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The drafter %s guesses tokens outside the vocabulary of %d: they are dropped, and what follows them.",
+                "The drafter %s guesses tokens outside the vocabulary of %d: they are dropped, and what "
+                "follows them.",
                 type(self.drafter).__name__,
                 self._vocab_size,
             )

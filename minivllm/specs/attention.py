@@ -13,10 +13,11 @@ class RotaryConfig:
     """Rotary position embedding, after Su et al. 2021 and its context-extension variants.
 
     dim: how many leading elements of each head are rotated (less than head_dim: partial rotary).
-    factor: context extension of linear, dynamic, llama3 and yarn. original_max_position: context before extension.
-    low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. attention_factor: cos and sin are
-    multiplied by it (yarn, already resolved from mscale and mscale_all_dim; longrope). short_factors, long_factors:
-    what longrope divides each frequency by, in contexts up to original_max_position and in longer ones.
+    factor: context extension of linear, dynamic, llama3 and yarn. original_max_position: context before
+    extension. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn.
+    attention_factor: cos and sin are multiplied by it (yarn, already resolved from mscale and mscale_all_dim;
+    longrope). short_factors, long_factors: what longrope divides each frequency by, in contexts up to
+    original_max_position and in longer ones.
     """
 
     type: RotaryType = "default"
@@ -51,13 +52,13 @@ class Reach(NamedTuple):
 class AttentionSpec(NamedTuple):
     """How one layer attends.
 
-    window: sliding window in tokens, the query's own included, None for full attention. scale: factor of the scores.
-    query_group: query heads per KV head (the layer's cache says how many KV heads there are, and of which size).
-    chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled
-    scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
-    denominator and has no value (gpt-oss); ``attend`` is given it. value_dim: keys hold their values, which are so many
-    leading elements, and no V is kept (latent attention); o has that size then. looks_ahead: tokens of an image that
-    sees itself see all of it (Gemma 3).
+    window: sliding window in tokens, the query's own included, None for full attention. scale: factor of the
+    scores. query_group: query heads per KV head (the layer's cache says how many KV heads there are, and of
+    which size). chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all.
+    soft_cap: scaled scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query
+    head joins the softmax's denominator and has no value (gpt-oss); ``attend`` is given it. value_dim: keys
+    hold their values, which are so many leading elements, and no V is kept (latent attention); o has that
+    size then. looks_ahead: tokens of an image that sees itself see all of it (Gemma 3).
     """
 
     window: int | None

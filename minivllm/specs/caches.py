@@ -27,9 +27,9 @@ class LayerCache(NamedTuple):
     """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each or in strips (see
     ``kernels_triton_free.strips.layout``), and where the tokens of a step go.
 
-    V may be empty, see CacheSpec. slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers
-    whose blocks are not the same have other slots. Empty between steps. NO_CACHE is that of a layer that keeps a
-    state.
+    V may be empty, see CacheSpec. slots: int32 [tokens], block * block_size + offset; padding goes to slot 0.
+    Layers whose blocks are not the same have other slots. Empty between steps. NO_CACHE is that of a layer
+    that keeps a state.
     """
 
     k: Tensor
@@ -52,8 +52,8 @@ NO_CACHE = LayerCache(torch.empty(0), torch.empty(0))
 class CacheSpec(NamedTuple):
     """What one layer keeps of a token: K and V, [kv_heads, head_dim] of ``dtype`` each.
 
-    keeps_values: False where keys hold their values (AttentionSpec.value_dim): then V is [kv_heads, 0]. in_strips: they
-    are stored so; it is the engine's choice, where attention can read them.
+    keeps_values: False where keys hold their values (AttentionSpec.value_dim): then V is [kv_heads, 0].
+    in_strips: they are stored so; it is the engine's choice, where attention can read them.
     """
 
     kv_heads: int
@@ -80,14 +80,16 @@ class CacheSpec(NamedTuple):
 
     def declare(self, num_blocks: int | Size, block_size: int, device: torch.device) -> LayerCache:
         """The layer's cache as regions declare it."""
-        k, v = (TensorSpec((num_blocks, *shape), self.dtype, device) for shape in self.block_shapes(block_size))
+        k, v = (
+            TensorSpec((num_blocks, *shape), self.dtype, device) for shape in self.block_shapes(block_size)
+        )
         slots: Any = TensorSpec((TOKENS,), torch.int32, device)
         return LayerCache(cast(Any, k), cast(Any, v), slots)
 
 
 class StateSpec(NamedTuple):
-    """What one layer keeps of a request, however long that is: tensors of these shapes and dtypes. dtype: of what the
-    update is given, and gives."""
+    """What one layer keeps of a request, however long that is: tensors of these shapes and dtypes. dtype: of
+    what the update is given, and gives."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -106,8 +108,8 @@ class StateSpec(NamedTuple):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
 
     def update_inputs(self, width: int, weights: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-        """Inputs of a region that updates states, as it declares them. width: values per token. weights: shapes of the
-        weights, which are float32."""
+        """Inputs of a region that updates states, as it declares them. width: values per token. weights:
+        shapes of the weights, which are float32."""
 
         def spec(*shape: int | Size, dtype: torch.dtype = torch.int32) -> TensorSpec:
             return TensorSpec(shape, dtype, self.device)
@@ -115,7 +117,9 @@ class StateSpec(NamedTuple):
         rows: Any = [spec(STATE_ROWS)] * 4 + [spec(TOKENS)] * 2
         return {
             "x": spec(TOKENS, width, dtype=self.dtype),
-            "state": tuple(spec(STATE_SLOTS, *shape, dtype=kind) for shape, kind in zip(self.shapes, self.dtypes)),
+            "state": tuple(
+                spec(STATE_SLOTS, *shape, dtype=kind) for shape, kind in zip(self.shapes, self.dtypes)
+            ),
             "rows": StateRows(*rows),
             "weights": tuple(spec(*shape, dtype=torch.float32) for shape in weights),
         }

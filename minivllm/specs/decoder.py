@@ -13,12 +13,12 @@ from minivllm.weights.quantization_config import StoredQuantization
 class DecoderConfig:
     """A decoder: what is true of the whole model, and its layers.
 
-    max_position_embeddings: tokens that a text may have, with the context's extension by YaRN or linear scaling.
-    layers: one spec each, see ``specs.layers``. rotary: the rotary tables that they name by index. rms_norm_eps: of the
-    norm behind the last layer. embedding_scale: factor of the embeddings (not of a head that shares their weights).
-    logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap * tanh(logits / cap). dtype: what the
-    checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are stored, if not
-    in that type.
+    max_position_embeddings: tokens that a text may have, with the context's extension by YaRN or linear
+    scaling. layers: one spec each, see ``specs.layers``. rotary: the rotary tables that they name by index.
+    rms_norm_eps: of the norm behind the last layer. embedding_scale: factor of the embeddings (not of a head
+    that shares their weights). logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap
+    * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
+    quantization: how its linear layers are stored, if not in that type.
     """
 
     architecture: str
@@ -53,7 +53,8 @@ class DecoderConfig:
 
     @property
     def can_be_longer(self) -> bool:
-        """Whether the rotary embedding is made for whatever length is asked for, beyond max_position_embeddings."""
+        """Whether the rotary embedding is made for whatever length is asked for,
+        beyond max_position_embeddings."""
         return any(rotary.type == "dynamic" for rotary in self.rotary)
 
     @property

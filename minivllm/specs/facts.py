@@ -10,10 +10,10 @@ from minivllm.specs.decoder import StoredQuantization
 class ModelFacts(Protocol):
     """Facts of a model's configuration. ``DecoderConfig`` has them, and so has ``TransformersConfig``.
 
-    max_position_embeddings: tokens that a text may have, YaRN's and linear extensions counted in; can_be_longer: the
-    model is scaled for whatever length is asked for.
-    dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are
-    stored, if not in that type. keeps_states: some layers keep a state in place of keys and
+    max_position_embeddings: tokens that a text may have, YaRN's and linear extensions counted in;
+    can_be_longer: the model is scaled for whatever length is asked for.
+    dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear
+    layers are stored, if not in that type. keeps_states: some layers keep a state in place of keys and
     values. implementation: what computes it, as ``EngineArgs.model_impl`` names it.
     """
 

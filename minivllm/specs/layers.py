@@ -29,7 +29,8 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionScaling:
-    """Queries grow with their position: times 1 + beta * log(1 + floor(position / interval)) (Llama 4, Ministral 3)."""
+    """Queries grow with their position:
+    times 1 + beta * log(1 + floor(position / interval)) (Llama 4, Ministral 3)."""
 
     beta: float
     interval: int
@@ -45,7 +46,8 @@ class SelfAttentionSpec:
     qk_norm_eps: its epsilon. qkv_bias, o_bias: which projections carry a bias.
     qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of (2 in an EAGLE-3 head).
     query_scaling: a factor of the queries that grows with the position, after rotary.
-    output_gate: attention's output is multiplied by the sigmoid of a projection of the layer's input (Qwen3-Next).
+    output_gate: attention's output is multiplied by the sigmoid of a projection of the layer's input
+    (Qwen3-Next).
     """
 
     heads: int
@@ -74,14 +76,14 @@ class SelfAttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): a token keeps one latent, of which the keys and
-    values of all heads are made, and one key that is rotated, the same for all heads.
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): a token keeps one latent, of which the
+    keys and values of all heads are made, and one key that is rotated, the same for all heads.
 
-    heads: of q. query_rank: values of the latent that queries are made of; None: they are made of the hidden state.
-    kv_rank: values of the latent that is kept. nope_dim, rope_dim: of the parts of a head's query and key that know no
-    position, and that are rotated. value_dim: of a head's value. scale: of the scores. rotary: see SelfAttentionSpec.
-    interleaved: elements 2i and 2i + 1 turn together, not i and i + rope_dim / 2. bias: of the projections to the
-    latents, and of the output. norm_eps: of the norms of both latents.
+    heads: of q. query_rank: values of the latent that queries are made of; None: they are made of the hidden
+    state. kv_rank: values of the latent that is kept. nope_dim, rope_dim: of the parts of a head's query and
+    key that know no position, and that are rotated. value_dim: of a head's value. scale: of the scores.
+    rotary: see SelfAttentionSpec. interleaved: elements 2i and 2i + 1 turn together, not i and i + rope_dim /
+    2. bias: of the projections to the latents, and of the output. norm_eps: of the norms of both latents.
     """
 
     heads: int
@@ -112,8 +114,8 @@ class LatentSpec:
 
 
 class StateTensor(NamedTuple):
-    """One of the tensors that a state is made of. name: for people. shape: in one state. is_float32: it is kept in
-    float32, whatever the model computes in."""
+    """One of the tensors that a state is made of. name: for people. shape: in one state. is_float32: it is
+    kept in float32, whatever the model computes in."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,8 +124,9 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateMixerSpec(ABC):
-    """A mixer that remembers a request in a state, whose size does not grow with the request, in place of keys and
-    values. Its update by the tokens of a step is computed where other layers attend; see ``mixers``."""
+    """A mixer that remembers a request in a state, whose size does not grow with the request, in place of
+    keys and values. Its update by the tokens of a step is computed where other layers attend; see
+    ``mixers``."""
 
     @property
     @abstractmethod
@@ -142,9 +145,9 @@ class StateMixerSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvSpec(StateMixerSpec):
-    """A gated short convolution (LFM2): b, c, x = in(h), and out(c * convolved(b * x)), where every one of the
-    ``channels`` is convolved by itself, over the last ``taps`` tokens. The state is what the last taps - 1 tokens gave.
-    bias: both projections and the convolution carry one."""
+    """A gated short convolution (LFM2): b, c, x = in(h), and out(c * convolved(b * x)), where every one of
+    the ``channels`` is convolved by itself, over the last ``taps`` tokens. The state is what the last taps -
+    1 tokens gave. bias: both projections and the convolution carry one."""
 
     channels: int
     taps: int
@@ -161,11 +164,11 @@ class ShortConvSpec(StateMixerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaSpec(StateMixerSpec):
-    """A gated delta net (Qwen3-Next): linear attention over convolved q, k and v, whose ``heads`` values are normed and
-    gated. See ``kernels_triton_free.state.gated_delta``.
+    """A gated delta net (Qwen3-Next): linear attention over convolved q, k and v, whose ``heads`` values are
+    normed and gated. See ``kernels_triton_free.state.gated_delta``.
 
-    key_heads, key_dim: of q and k; every key serves heads / key_heads values. heads, value_dim: of v. taps: tokens that
-    the convolution sees. norm_eps: of the norm of each head's output.
+    key_heads, key_dim: of q and k; every key serves heads / key_heads values. heads, value_dim: of v. taps:
+    tokens that the convolution sees. norm_eps: of the norm of each head's output.
     """
 
     key_heads: int
@@ -227,9 +230,10 @@ class Mamba2Spec(StateMixerSpec):
     """A Mamba2 layer (Granite 4): a state space over a convolved input, gated and normed behind it. See
     ``kernels_triton_free.state.mamba2``.
 
-    heads, head_dim: of the input. groups, state_dim: of b and c; every group serves heads / groups heads, which are
-    normed together. taps: tokens that the convolution sees. conv_bias: it carries a bias. bias: so do the projections.
-    norms_apart: other workers have heads of the only group, so that the norm comes behind the update.
+    heads, head_dim: of the input. groups, state_dim: of b and c; every group serves heads / groups heads,
+    which are normed together. taps: tokens that the convolution sees. conv_bias: it carries a bias. bias: so
+    do the projections. norms_apart: other workers have heads of the only group, so that the norm comes behind
+    the update.
     """
 
     heads: int
@@ -291,7 +295,8 @@ class Mamba2Spec(StateMixerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """down(activation(gate(x)) * up(x)), with ``inner`` values between. bias: all three projections carry one."""
+    """down(activation(gate(x)) * up(x)), with ``inner`` values between.
+    bias: all three projections carry one."""
 
     inner: int
     activation: Activation = "silu"
@@ -307,9 +312,10 @@ class MlpSpec:
 class MoeSpec:
     """Experts: gated MLPs with ``inner`` values between, of which a router chooses some for each token.
 
-    routing: how it chooses. bias: the experts' projections carry one. router_bias: so does the router. has_correction:
-    scores are corrected when experts are chosen (DeepSeek-V3). shared: a gated MLP that all tokens go through as well.
-    shared_gate: its output is multiplied by the sigmoid of a product of its own (Qwen2-MoE).
+    routing: how it chooses. bias: the experts' projections carry one. router_bias: so does the router.
+    has_correction: scores are corrected when experts are chosen (DeepSeek-V3). shared: a gated MLP that all
+    tokens go through as well. shared_gate: its output is multiplied by the sigmoid of a product of its own
+    (Qwen2-MoE).
     """
 
     num_experts: int
@@ -332,9 +338,10 @@ class MoeSpec:
 class NormSpec:
     """RMSNorm around each of the two sublayers.
 
-    place: of what a sublayer reads ("before": Llama), of what it adds to the residual stream ("after": OLMo 2), or both
-    (Gemma 2). eps: of those before. after_eps: of those after; it differs from eps where a factor of the residual
-    stream was folded into eps. Weights that a family stores less 1 get it back when they are loaded.
+    place: of what a sublayer reads ("before": Llama), of what it adds to the residual stream ("after": OLMo
+    2), or both (Gemma 2). eps: of those before. after_eps: of those after; it differs from eps where a factor
+    of the residual stream was folded into eps. Weights that a family stores less 1 get it back when they are
+    loaded.
     """
 
     eps: float

@@ -1,7 +1,8 @@
 """Regular expressions that come with a model's files and name its layers, matched in bounded time.
 
-A backtracking engine may be kept busy for ages by an expression with many repeats. Those with few go to Python's
-``re``; the others become the automaton of ``stop_regex``, whose work grows with the length of the name alone.
+A backtracking engine may be kept busy for ages by an expression with many repeats. Those with few go to
+Python's ``re``; the others become the automaton of ``stop_regex``, whose work grows with the length of the
+name alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class NamePattern:
 
     def __init__(self, pattern: str) -> None:
         if len(pattern) > MAX_PATTERN_LENGTH or group_depth(pattern) > MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_PATTERN_LENGTH} characters, or groups too deep inside each other")
+            raise ValueError(
+                f"it has more than {MAX_PATTERN_LENGTH} characters, or groups too deep inside each other"
+            )
         try:
             self._expression = re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -45,13 +48,21 @@ class NamePattern:
         """True if the beginning of the name matches."""
         if len(name) > MAX_NAME_LENGTH:
             return False
-        return bool(self._expression.match(name)) if self._automaton is None else self._automaton.match(name, ACCEPT)
+        return (
+            bool(self._expression.match(name))
+            if self._automaton is None
+            else self._automaton.match(name, ACCEPT)
+        )
 
     def is_all_of(self, name: str) -> bool:
         """True if the whole name matches."""
         if len(name) > MAX_NAME_LENGTH:
             return False
-        return bool(self._expression.fullmatch(name)) if self._automaton is None else self._automaton.match(name, 0)
+        return (
+            bool(self._expression.fullmatch(name))
+            if self._automaton is None
+            else self._automaton.match(name, 0)
+        )
 
 
 class _Automaton:
@@ -65,9 +76,13 @@ class _Automaton:
         try:
             self._first = compiler.sequence(tree, tree.state.flags, ACCEPT)
         except TooLargeError:
-            raise ValueError(f"it has more than {MAX_ELEMENTS} elements, repeated ones counted as often") from None
+            raise ValueError(
+                f"it has more than {MAX_ELEMENTS} elements, repeated ones counted as often"
+            ) from None
         except ValueError:
-            raise ValueError("it has many repeats, and lookaround, backreferences or anchors inside besides") from None
+            raise ValueError(
+                "it has many repeats, and lookaround, backreferences or anchors inside besides"
+            ) from None
         self._following = compiler.following
         self._classes = [(re.compile(*key).match, places) for key, places in compiler.classes.items()]
 

@@ -1,17 +1,18 @@
 """Stop expressions: regular expressions found while the text grows, without reading any of it twice.
 
-A backtracking engine would search the growing text again with every token, and some expressions would keep it busy for
-ages. Here an expression becomes a nondeterministic automaton without empty moves (Glushkov 1961): every character or
-class written in it is a place, and a set of places is an int with a bit for each. All matches in progress advance
-together, one step per character (Thompson 1968); those that started at the same character share one set. A place that
-an older match has reached is struck from the younger ones, since from there on the older one ends no later and is the
-longer. That leaves where the earliest match in progress began, which is what a stream must hold back, and bounds the
-work for a character and the memory by the number of places.
+A backtracking engine would search the growing text again with every token, and some expressions would keep it
+busy for ages. Here an expression becomes a nondeterministic automaton without empty moves (Glushkov 1961):
+every character or class written in it is a place, and a set of places is an int with a bit for each. All
+matches in progress advance together, one step per character (Thompson 1968); those that started at the same
+character share one set. A place that an older match has reached is struck from the younger ones, since from
+there on the older one ends no later and is the longer. That leaves where the earliest match in progress
+began, which is what a stream must hold back, and bounds the work for a character and the memory by the number
+of places.
 
-The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. Syntax that
-looks beyond the matched text or depends on the order of attempts (anchors, lookaround, backreferences, …) is refused. A
-match ends as soon as it can (see ``stop_strings``), so ``a+`` ends at the first a, and greedy and lazy repetition are
-the same.
+The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. Syntax
+that looks beyond the matched text or depends on the order of attempts (anchors, lookaround, backreferences,
+…) is refused. A match ends as soon as it can (see ``stop_strings``), so ``a+`` ends at the first a, and
+greedy and lazy repetition are the same.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from minivllm.errors import RequestError
 from minivllm.stop_conditions.stop_strings import StopMatch
 
 MAX_ELEMENTS = 256
-"""Of all stop expressions of a request: their characters, classes and groups, repeated ones as often as they may be.
-So many matches can be in progress at once, each about half a microsecond per character, in the loop that serves all."""
+"""Of all stop expressions of a request: their characters, classes and groups, repeated ones as often as they
+may be. So many matches can be in progress at once, each about half a microsecond per character, in the loop
+that serves all."""
 
 ACCEPT = 1  # the first bit of a set of places: the match is complete
 
@@ -56,7 +58,8 @@ MAX_DEPTH = 50
 
 
 def group_depth(pattern: str) -> int:
-    """At least as many groups as lie inside one another: a parenthesis that is not escaped counts until it closes."""
+    """At least as many groups as lie inside one another:
+    a parenthesis that is not escaped counts until it closes."""
     depth = deepest = 0
     is_escaped = False
     for character in pattern:
@@ -68,7 +71,8 @@ def group_depth(pattern: str) -> int:
 
 
 def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
-    """One matcher per expression. Raises RequestError, with a sentence that names the expression and what is wrong."""
+    """One matcher per expression. Raises RequestError,
+    with a sentence that names the expression and what is wrong."""
     compiled: list[StopPattern] = []
     room = MAX_ELEMENTS
     for index, pattern in enumerate(patterns):
@@ -79,7 +83,8 @@ def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
             compiled.append(StopPattern(pattern, room))
         except TooLargeError:
             raise RequestError(
-                f"{name} with it the stop expressions have more than {MAX_ELEMENTS} elements, repeated ones counted as "
+                f"{name} with it the stop expressions have more than {MAX_ELEMENTS} elements, repeated ones "
+                "counted as "
                 "often as they may occur: use * or + for large counts."
             ) from None
         except (re.error, OverflowError) as error:
@@ -91,8 +96,8 @@ def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
 
 
 class Progress(NamedTuple):
-    """Progress of a sequence. position: characters read so far. matches: those in progress, the oldest first; each is
-    the place where it began, and the places whose character may come next."""
+    """Progress of a sequence. position: characters read so far. matches: those in progress, the oldest first;
+    each is the place where it began, and the places whose character may come next."""
 
     position: int
     matches: tuple[tuple[int, int], ...]
@@ -172,8 +177,8 @@ class TooLargeError(Exception):
 
 
 class Compiler:
-    """Goes through a parsed expression from its end to its start: each part is told what follows (a set of places) and
-    gives the places where it may begin, with what follows among them if it may be empty."""
+    """Goes through a parsed expression from its end to its start: each part is told what follows (a set of
+    places) and gives the places where it may begin, with what follows among them if it may be empty."""
 
     def __init__(self, max_elements: int) -> None:
         self.num_elements = 0
@@ -205,7 +210,8 @@ class Compiler:
             return self.sequence(inner, (flags | added) & ~removed, then)
         if kind in _REFUSED:
             raise ValueError(
-                f"stop expressions have no {_REFUSED[kind]}: a match must show in its own text alone, whatever is "
+                f"stop expressions have no {_REFUSED[kind]}: a match must show in its own text alone, "
+                "whatever is "
                 "around it."
             )
         place = self._place(then)
@@ -230,7 +236,8 @@ class Compiler:
         return begin
 
     def _loop(self, inner: Any, flags: int, then: int) -> int:
-        """Once or more. Where it begins is known only at the end, so a place of its own stands for that meanwhile."""
+        """Once or more. Where it begins is known only at the end,
+        so a place of its own stands for that meanwhile."""
         again = self._place(0)
         num_before = len(self.following)
         begin = self.sequence(inner, flags, then | again) & ~again
@@ -246,7 +253,8 @@ class Compiler:
 
 
 def _one_character(kind: str, argument: Any) -> str:
-    """The expression, in characters that have no meaning of their own, for what a parsed one allows at one place."""
+    """The expression, in characters that have no meaning of their own,
+    for what a parsed one allows at one place."""
     if kind == "ANY":
         return "."
     if kind == "LITERAL":

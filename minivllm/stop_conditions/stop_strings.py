@@ -1,11 +1,13 @@
 """Stop strings: found wherever tokens cut them, in time linear in the text, however long they are.
 
-All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick 1975). Its state after some text is the
-longest suffix of the text that begins a stop string, which is exactly the part a stream must hold back.
+All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick 1975). Its state after some
+text is the longest suffix of the text that begins a stop string, which is exactly the part a stream must hold
+back.
 
-**Which match counts.** The one that is complete first: reading character by character, generation ends as soon as the
-text ends in a match. If several end at the same character, the longest counts (it starts earliest). So the result does
-not depend on how tokens cut the text or on the order in which the conditions were given.
+**Which match counts.** The one that is complete first: reading character by character, generation ends as
+soon as the text ends in a match. If several end at the same character, the longest counts (it starts
+earliest). So the result does not depend on how tokens cut the text or on the order in which the conditions
+were given.
 """
 
 from collections import deque
@@ -14,14 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 
 class StopMatch(NamedTuple):
-    """reason: the stop string or expression that matched. length: of the text that it matched [characters]."""
+    """reason: the stop string or expression that matched.
+    length: of the text that it matched [characters]."""
 
     reason: str
     length: int
 
 
 class StopMatcher(Protocol):
-    """Immutable to its users, so the n sequences of a request share one: what a sequence has read is its ``state``."""
+    """Immutable to its users, so the n sequences of a request share one:
+    what a sequence has read is its ``state``."""
 
     @property
     def start(self) -> Any:

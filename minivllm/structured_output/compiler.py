@@ -1,7 +1,9 @@
-"""From a JSON schema, expression, list of choices or grammar to a matcher over the model's tokens, by llguidance.
+"""From a JSON schema, expression, list of choices or grammar to a matcher over the model's tokens,
+by llguidance.
 
-llguidance (Microsoft's guidance project) walks a trie of the vocabulary with an Earley parser over derivatives of
-regular expressions: compiling takes milliseconds, a mask tens of microseconds, and all of it obeys limits.
+llguidance (Microsoft's guidance project) walks a trie of the vocabulary with an Earley parser over
+derivatives of regular expressions: compiling takes milliseconds, a mask tens of microseconds, and all of it
+obeys limits.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def parser_limits() -> LLParserLimits:
 
 
 class GrammarCompiler:
-    """Compiles for the vocabulary of one model. Thread-safe; the vocabulary is read when it is first needed."""
+    """Compiles for the vocabulary of one model.
+    Thread-safe; the vocabulary is read when it is first needed."""
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         """vocab_size: width of the logits, which is often more than the tokenizer has."""
@@ -74,7 +77,9 @@ class GrammarCompiler:
         if error and not error.startswith("NoExtensionBias"):
             raise RequestError(_refusal(structured, error))
         if error or not first_mask.any():
-            raise RequestError(f"Nothing that can be written keeps to this {_kind(structured)}: check it for mistakes.")
+            raise RequestError(
+                f"Nothing that can be written keeps to this {_kind(structured)}: check it for mistakes."
+            )
         return Grammar(matcher, tokenizer, eos_token_ids)
 
     def read_vocabulary(self, eos_token_ids: list[int]) -> LLTokenizer:
@@ -86,7 +91,8 @@ class GrammarCompiler:
 
 
 def load_ll_tokenizer(config: EngineConfig, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """The bytes of every token, as a trie. Raises ModelError for a tokenizer that llguidance does not know."""
+    """The bytes of every token, as a trie.
+    Raises ModelError for a tokenizer that llguidance does not know."""
     from llguidance import LLTokenizer
 
     from minivllm.tokenizer.tokenizer import load_tokenizer
@@ -101,15 +107,20 @@ def load_ll_tokenizer(config: EngineConfig, vocab_size: int, eos_token_ids: list
         raise
     except Exception as error:  # a foreign library, and what it cannot read must not end the engine
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"Structured outputs do not work with the tokenizer of this model: {reason}.") from error
+        raise ModelError(
+            f"Structured outputs do not work with the tokenizer of this model: {reason}."
+        ) from error
 
 
 def grammar_text(structured: StructuredOutputs, is_special: Callable[[str], bool]) -> str:
-    """llguidance's dialect of Lark for what the user gave. Raises RequestError for what can be told without compiling.
+    """llguidance's dialect of Lark for what the user gave.
+    Raises RequestError for what can be told without compiling.
 
-    is_special: whether a text such as ``<tool_call>`` is a token of its own, beside those that stand for bytes.
-    Masks shall allow every token that may come. Where only one text can follow, llguidance would otherwise allow only
-    one way of cutting it into tokens, and the output would not follow the model's distribution over all ways.
+    is_special: whether a text such as ``<tool_call>`` is a token of its own,
+    beside those that stand for bytes.
+    Masks shall allow every token that may come. Where only one text can follow, llguidance would otherwise
+    allow only one way of cutting it into tokens, and the output would not follow the model's distribution
+    over all ways.
     """
     try:
         lark = _lark(structured, is_special)
@@ -151,10 +162,12 @@ def _tool_calls_lark(wanted: ToolCalls, is_special: Callable[[str], bool]) -> st
 
 
 def _literals(text: str, is_special: Callable[[str], bool]) -> list[str]:
-    """A text in Lark. A tag in it that is a token of its own has no bytes for a grammar, so it has to be named."""
+    """A text in Lark. A tag in it that is a token of its own has no bytes for a grammar,
+    so it has to be named."""
     pieces = [piece for piece in re.split(r"(<[^<>\s]+>)", text) if piece]
     return [
-        f"({piece} | {_quoted(piece)})" if piece[0] == "<" and is_special(piece) else _quoted(piece) for piece in pieces
+        f"({piece} | {_quoted(piece)})" if piece[0] == "<" and is_special(piece) else _quoted(piece)
+        for piece in pieces
     ]
 
 
@@ -178,7 +191,8 @@ def _json_lark(schema: dict[str, Any], structured: StructuredOutputs) -> str:
 def _whitespace(pattern: str) -> str:
     if not _BLANKS.fullmatch(pattern):
         raise RequestError(
-            f"whitespace_pattern is {pattern!r}, but may be made of blanks, \\t, \\n, \\r, \\s, classes of them, "
+            f"whitespace_pattern is {pattern!r}, but may be made of blanks, \\t, \\n, \\r, \\s, classes of "
+            "them, "
             "groups and repetitions only: nothing else may stand between the tokens of JSON."
         )
     return pattern.replace(r"\s", r"[ \t\n\r]")
@@ -189,7 +203,9 @@ def _kind(structured: StructuredOutputs) -> str:
         return "JSON schema"
     if structured.tool_calls is not None:
         return "schema of a tool or answer"
-    return "regex" if structured.regex is not None else "grammar" if structured.grammar is not None else "choice"
+    return (
+        "regex" if structured.regex is not None else "grammar" if structured.grammar is not None else "choice"
+    )
 
 
 def _refusal(structured: StructuredOutputs, error: str) -> str:
@@ -222,7 +238,9 @@ def _place_of_error(structured: StructuredOutputs) -> str:
         alone = _json_lark({**schema, **shared}, structured)
         if "$ref" not in schema and LLMatcher.validate_grammar(alone, limits=limits):
             failing.append(path)
-    innermost = [path for path in failing if not any(other != path and other.startswith(path) for other in failing)]
+    innermost = [
+        path for path in failing if not any(other != path and other.startswith(path) for other in failing)
+    ]
     return f" at {innermost[0]}" if innermost else ""
 
 
@@ -230,7 +248,8 @@ def _short(error: str) -> str:
     """The first line, and what a parser of expressions says it is about."""
     if "oneOf constraints are not supported" in error:
         return (
-            "the alternatives of oneOf cannot be told apart: use anyOf, or require a property that is another const in "
+            "the alternatives of oneOf cannot be told apart: use anyOf, or require a property that is "
+            "another const in "
             "each of them"
         )
     lines = [line.strip() for line in error.strip().splitlines()] or ["unknown error"]

@@ -18,8 +18,8 @@ ALL_TOKENS = -1
 class Grammar:
     """One matcher, moved on token by token. Implements StopCondition and TokenMaskSource.
 
-    A matcher can give up in the middle of a text when a step would take too long or too much memory; the request then
-    ends with an error, at its next token, and no other request is affected.
+    A matcher can give up in the middle of a text when a step would take too long or too much memory; the
+    request then ends with an error, at its next token, and no other request is affected.
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Collection[int]) -> None:
@@ -68,14 +68,17 @@ class Grammar:
 
     def _complaint(self) -> str:
         lines = self._matcher.get_error().strip().splitlines() or ["the matcher stopped"]
-        return f"The structured output could not be continued: {lines[0][:300]}. Simplify the schema or grammar."
+        return (
+            f"The structured output could not be continued: {lines[0][:300]}. Simplify the schema or grammar."
+        )
 
 
 class ThinkingBudget:
     """Implements StopCondition, to see every token, and TokenMaskSource, to close the thought.
 
-    Thinking starts after the opening tag, in the prompt or in the output, and ends with the closing one. A closing tag
-    of several tokens is forced one by one, and only from its beginning: a half-written tag does not count.
+    Thinking starts after the opening tag, in the prompt or in the output, and ends with the closing one. A
+    closing tag of several tokens is forced one by one, and only from its beginning: a half-written tag does
+    not count.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Structured output in the engine core: grammars are compiled and masks computed on threads beside the loop.
 
-The scheduler knows nothing of it: it keeps BLOCKED requests waiting, and asks every request's own stop conditions.
+The scheduler knows nothing of it:
+it keeps BLOCKED requests waiting, and asks every request's own stop conditions.
 """
 
 import logging
@@ -69,7 +70,8 @@ COMPILE_SECONDS = 30.0
 CACHE_BYTES = 64 * 2**20
 POLL_SECONDS = 0.01
 STACK_BYTES = 256 * 2**20
-"""Address space for the stack of threads that run grammars: compiling recurses as deep as rules refer to rules."""
+"""Address space for the stack of threads that run grammars:
+compiling recurses as deep as rules refer to rules."""
 
 Result = TypeVar("Result")
 
@@ -82,10 +84,16 @@ class BlockedRequest:
 
 
 class StructuredOutputManager:
-    """Used by the thread that drives the engine core; its own threads start with the first structured request."""
+    """Used by the thread that drives the engine core;
+    its own threads start with the first structured request."""
 
     def __init__(
-        self, config: EngineConfig, vocab_size: int, *, cache_bytes: int = CACHE_BYTES, seconds: float = COMPILE_SECONDS
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        seconds: float = COMPILE_SECONDS,
     ) -> None:
         """vocab_size: width of the logits. seconds: how long a grammar may take to compile."""
         self.cache = GrammarCache(cache_bytes)
@@ -95,14 +103,19 @@ class StructuredOutputManager:
         self.blocked: list[BlockedRequest] = []
         """Requests that wait for their grammars."""
         self._compiling: dict[Hashable, tuple[StructuredOutputs, Future[Grammar]]] = {}
-        self._compile_pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar-compiler")
+        self._compile_pool = ThreadPoolExecutor(
+            min(4, os.cpu_count() or 1), thread_name_prefix="grammar-compiler"
+        )
         self._mask_pool = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
 
     def prepare(self, request: Request) -> None:
         """Give a new request what guides it, or block it until its grammar is compiled."""
         params, sent = request.sampling_params, request.engine_request
         if params.thinking_budget is not None and sent.thinking_token_ids is not None:
-            _attach(request, ThinkingBudget(params.thinking_budget, *sent.thinking_token_ids, sent.prompt_token_ids))
+            _attach(
+                request,
+                ThinkingBudget(params.thinking_budget, *sent.thinking_token_ids, sent.prompt_token_ids),
+            )
         structured = params.structured_outputs
         if structured is None or request.is_finished:
             return
@@ -117,7 +130,8 @@ class StructuredOutputManager:
             self._compiling[structured.key] = structured, compiling
 
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
-        """Requests that need not be blocked any longer, each with None or with the reason why it has to be refused.
+        """Requests that need not be blocked any longer,
+        each with None or with the reason why it has to be refused.
 
         may_wait: there is nothing else to do, so wait a moment for the first one.
         """
@@ -140,7 +154,10 @@ class StructuredOutputManager:
             if compiled is None and now < blocked.deadline:
                 still_blocked.append(blocked)
             elif compiled is None:
-                yield request, f"The structured output could not be compiled within {self._seconds:g} s: simplify it."
+                yield (
+                    request,
+                    f"The structured output could not be compiled within {self._seconds:g} s: simplify it.",
+                )
             elif isinstance(compiled, str):
                 yield request, compiled
             else:
@@ -152,8 +169,11 @@ class StructuredOutputManager:
             if self._compiling[key][1].cancel():  # no request waits for it any longer, and it has not begun
                 del self._compiling[key]
 
-    def start_masks(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> Callable[[], TokenMasks] | None:
-        """Begin to compute the masks of a step that was just scheduled; the result waits for them. None: none needed.
+    def start_masks(
+        self, step: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> Callable[[], TokenMasks] | None:
+        """Begin to compute the masks of a step that was just scheduled; the result waits for them.
+        None: none needed.
 
         A mask is for requests that will sample: all their known tokens are computed by the end of the step.
         """
@@ -181,7 +201,8 @@ class StructuredOutputManager:
     def jump_ahead(self, running: Iterable[Request]) -> dict[str, list[int]]:
         """Drafts for the requests whose next tokens are bound to come: one step verifies them all.
 
-        Not for those with a token in flight: what follows it is not known, and its mask may be being computed just now.
+        Not for those with a token in flight:
+        what follows it is not known, and its mask may be being computed just now.
         """
         forced = {
             request.request_id: request.token_mask.forced_tokens()
@@ -191,8 +212,8 @@ class StructuredOutputManager:
         return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
     def _compile(self, structured: StructuredOutputs, eos_token_ids: list[int]) -> Grammar:
-        # Seconds of work, once, that every structured request waits for: beside a busy engine a thread that has
-        # stepped back would not be through before their deadline.
+        # Seconds of work, once, that every structured request waits for: beside a busy engine a thread that
+        # has stepped back would not be through before their deadline.
         self._compiler.read_vocabulary(eos_token_ids)
         _step_back()
         return self._compiler.compile(structured, eos_token_ids)
@@ -222,7 +243,10 @@ def _outcome(future: Future[Grammar]) -> Grammar | str:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         logger.error("A grammar could not be compiled.", exc_info=error)
-        return "The structured output cannot be compiled: the compiler failed on it. Simplify the schema or grammar."
+        return (
+            "The structured output cannot be compiled: the compiler failed on it. Simplify the schema or "
+            "grammar."
+        )
 
 
 def _submit(pool: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:

@@ -1,4 +1,5 @@
-"""A chat template rendered as transformers does it, without importing transformers, which takes most of a second.
+"""A chat template rendered as transformers does it, without importing transformers,
+which takes most of a second.
 
 A template comes with a model's files, so it is not trusted: it runs in Jinja's sandbox and sees plain JSON
 values only. https://huggingface.co/docs/transformers/chat_templating
@@ -28,7 +29,8 @@ def render_chat(
 ) -> str:
     """The text of a conversation. variables: what else the template may use, such as bos_token.
 
-    Raises jinja2.TemplateError if the template is broken or refuses the messages, ValueError if there are none.
+    Raises jinja2.TemplateError if the template is broken or refuses the messages,
+    ValueError if there are none.
     """
     if not messages:
         raise ValueError("the conversation has no messages")
@@ -56,7 +58,9 @@ class _Generation(Extension):
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        ).set_lineno(line)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -107,7 +111,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as models have seen it: Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,14 +1,17 @@
 """Text out of token ids, one token at a time: never half a character, nothing of a stop string, linear time.
 
-What a stream emits, plus what it flushes at the end, equals decoding all its ids at once. Two stream types reach that:
+What a stream emits, plus what it flushes at the end, equals decoding all its ids at once.
+Two stream types reach that:
 
-* ``ByteLevelStream`` for byte-level BPE (Llama 3, Qwen, SmolLM, Mistral's newer ones): tokens are bytes, so an
+* ``ByteLevelStream`` for byte-level BPE (Llama 3, Qwen, SmolLM, Mistral's newer ones):
+  tokens are bytes, so an
   incremental UTF-8 decoder is all it takes.
-* ``WindowStream`` for everything else (SentencePiece with byte fallback, Metaspace, WordPiece): decodes the new tokens
+* ``WindowStream`` for everything else (SentencePiece with byte fallback, Metaspace, WordPiece):
+  decodes the new tokens
   after the last finished one and emits the difference, after vLLM's prefix and read offsets.
 
-``tokenizers.decoders.DecodeStream`` is not used: it has no flush, waits forever on bytes that are not UTF-8, and raises
-on some sequences, so it cannot promise the same text as decoding at once.
+``tokenizers.decoders.DecodeStream`` is not used: it has no flush, waits forever on bytes that are not UTF-8,
+and raises on some sequences, so it cannot promise the same text as decoding at once.
 """
 
 import codecs
@@ -27,7 +30,8 @@ _BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class TokenStream(Protocol):
     """Turns ids into text; ``push`` returns the text that became certain, ``flush`` ends the stream.
 
-    ``forget_half_character`` drops bytes at the end that only begin a character: the stream was cut from outside.
+    ``forget_half_character`` drops bytes at the end that only begin a character:
+    the stream was cut from outside.
     """
 
     def push(self, token_id: int) -> str: ...
@@ -38,11 +42,14 @@ class TokenStream(Protocol):
 
 
 class TokenDecoder:
-    """The facts about a tokenizer that decoding needs; made once, shared by all requests. Caches one entry per id."""
+    """The facts about a tokenizer that decoding needs; made once, shared by all requests.
+    Caches one entry per id."""
 
     def __init__(self, backend: TokenizersBackend) -> None:
         self._backend = backend
-        self._special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        self._special = {
+            token.content for token in backend.get_added_tokens_decoder().values() if token.special
+        }
         decoders = _decoder_types(backend)
         self.is_byte_level = "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}
         self.has_byte_fallback = "ByteFallback" in decoders
@@ -61,7 +68,8 @@ class TokenDecoder:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def token(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The vocabulary entry, None if decoding leaves it out: unknown to the tokenizer, or special and skipped."""
+        """The vocabulary entry, None if decoding leaves it out:
+        unknown to the tokenizer, or special and skipped."""
         token = self._backend.id_to_token(token_id)
         return None if skip_special_tokens and token in self._special else token
 
@@ -79,7 +87,8 @@ class TokenDecoder:
         return data
 
     def bytes_of(self, token_id: int) -> bytes:
-        """UTF-8 of one token inside a sequence, special tokens shown; a part of a character has a part of its bytes."""
+        """UTF-8 of one token inside a sequence, special tokens shown;
+        a part of a character has a part of its bytes."""
         if self.is_byte_level:
             known = self._token_bytes.get(token_id)
             return self.load_token_bytes(token_id, False) if known is None else known
@@ -89,7 +98,8 @@ class TokenDecoder:
         return self.token_text(token_id).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it reads inside a sequence (a leading space stays); special tokens are shown."""
+        """Text of one token as it reads inside a sequence (a leading space stays);
+        special tokens are shown."""
         text = self._token_texts.get(token_id)
         if text is None:
             # Some decoders drop the space of the first token, so the text is taken from the second place.
@@ -101,7 +111,8 @@ class TokenDecoder:
 
 
 class ByteLevelStream:
-    """Incremental UTF-8 over the bytes of the tokens; bytes that are not UTF-8 become U+FFFD as the decoder has it."""
+    """Incremental UTF-8 over the bytes of the tokens;
+    bytes that are not UTF-8 become U+FFFD as the decoder has it."""
 
     def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
         self._decoder = decoder
@@ -123,10 +134,12 @@ class ByteLevelStream:
 
 
 class WindowStream:
-    """Decodes pending tokens after the last finished one (the context) and emits what the context alone lacks.
+    """Decodes pending tokens after the last finished one (the context) and emits what the context alone
+    lacks.
 
-    A run of byte-fallback tokens stays pending until another token ends it, because one invalid byte turns the whole
-    run into U+FFFD. Tokens that decoding leaves out never enter the window, so the context always has text of its own.
+    A run of byte-fallback tokens stays pending until another token ends it, because one invalid byte turns
+    the whole run into U+FFFD. Tokens that decoding leaves out never enter the window, so the context always
+    has text of its own.
     """
 
     def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
@@ -163,9 +176,9 @@ class WindowStream:
 class Detokenizer:
     """Text of one sequence with its stop strings and expressions.
 
-    Text that may begin a match is held back until decided. Matches that end in the first ``min_tokens`` tokens do not
-    count, as in vLLM. After ``stop_match`` is set the sequence is over: the text ends before the match (after it with
-    ``include_stop_string``) and no more tokens may be pushed.
+    Text that may begin a match is held back until decided. Matches that end in the first ``min_tokens``
+    tokens do not count, as in vLLM. After ``stop_match`` is set the sequence is over: the text ends before
+    the match (after it with ``include_stop_string``) and no more tokens may be pushed.
     """
 
     def __init__(
@@ -242,7 +255,8 @@ class Detokenizer:
             self._release_held(self._stops.num_held(self._state))
 
     def _release_held(self, num_held: int) -> None:
-        """Release all but the last so many characters. Piece by piece, since an expression may hold back much."""
+        """Release all but the last so many characters.
+        Piece by piece, since an expression may hold back much."""
         while self._num_held > num_held:
             piece = self._held.popleft()
             num_released = min(len(piece), self._num_held - num_held)
@@ -263,7 +277,12 @@ def _decoder_types(backend: TokenizersBackend) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level BPE: printable Latin-1 stands for itself, the rest goes from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Character -> byte of GPT-2's byte-level BPE:
+    printable Latin-1 stands for itself, the rest goes from 256 on."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file under the names of transformers' fast tokenizers, kept on disk for the next start."""
+"""The tokenizer of a GGUF file under the names of transformers' fast tokenizers,
+kept on disk for the next start."""
 
 import contextlib
 import hashlib
@@ -22,12 +23,15 @@ _SOURCES = [Path(str(module.__file__)) for module in (build, split_rules, end_of
 
 
 class GGUFTokenizer:
-    """The tokenizer, special tokens and chat template of a GGUF file, with the names of transformers' fast tokenizers.
+    """The tokenizer, special tokens and chat template of a GGUF file,
+    with the names of transformers' fast tokenizers.
 
     special_tokens: bos_token, eos_token, unk_token and pad_token, where there is such a token.
     """
 
-    def __init__(self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
+    ) -> None:
         self.backend_tokenizer, self.special_tokens, self.chat_template = (
             backend,
             special_tokens,
@@ -63,7 +67,8 @@ class GGUFTokenizer:
 
 
 def load_gguf_tokenizer(path: Path) -> GGUFTokenizer:
-    """As ``build_gguf_tokenizer``, which takes half a second; what it built is kept on disk for the next start."""
+    """As ``build_gguf_tokenizer``, which takes half a second;
+    what it built is kept on disk for the next start."""
     cached = cache_path(path)
     found = None if cached is None else _read_cached(cached)
     if found is None:
@@ -74,7 +79,8 @@ def load_gguf_tokenizer(path: Path) -> GGUFTokenizer:
 
 
 def cache_path(path: Path) -> Path | None:
-    """Where the tokenizer of this file is kept: named by the file's identity and by all that builds a tokenizer.
+    """Where the tokenizer of this file is kept:
+    named by the file's identity and by all that builds a tokenizer.
 
     None for a file so young that its next version could look the same.
     """
@@ -114,6 +120,7 @@ def _write_cached(cached: Path, tokenizer: GGUFTokenizer) -> None:
 
 
 def build_gguf_tokenizer(path: Path) -> GGUFTokenizer:
-    """The tokenizer, special tokens and chat template of a GGUF file; ModelError when they are missing or unknown."""
+    """The tokenizer, special tokens and chat template of a GGUF file;
+    ModelError when they are missing or unknown."""
     built = build.build_vocabulary(path)
     return GGUFTokenizer(built.backend, built.special_tokens, built.chat_template)

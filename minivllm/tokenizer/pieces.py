@@ -15,7 +15,8 @@ _MARKS = ("\n", "a")
 def encode_after(tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Token ids of ``text`` as it follows other text. encode: to ids, without what surrounds a whole text.
 
-    Some tokenizers put a space before every text. There the text is encoded after a mark, whose tokens are taken off.
+    Some tokenizers put a space before every text.
+    There the text is encoded after a mark, whose tokens are taken off.
     """
     letter = encode("a")
     if tokenizer.decode(letter + letter) == "aa":
@@ -28,7 +29,8 @@ def encode_after(tokenizer: Tokenizer, text: str, encode: Callable[[str], list[i
 
 
 def tokens_of_text(token_ids: list[int], text: str, stream: TokenStream) -> tuple[list[int], str]:
-    """The sampled tokens that a text consists of, and the rest of it, which a token has together with what was cut.
+    """The sampled tokens that a text consists of, and the rest of it,
+    which a token has together with what was cut.
 
     token_ids: that were sampled. text: what is left of theirs. stream: a new one.
     """

@@ -28,12 +28,13 @@ _NUMBER_DIGITS = 6
 
 
 class SpecialTexts:
-    """Special tokens in what a user wrote are text: a message that says ``<|im_end|>`` must not end its own turn.
+    """Special tokens in what a user wrote are text:
+    a message that says ``<|im_end|>`` must not end its own turn.
 
-    A chat template writes special tokens around the messages and returns one text, in which the template's own ones and
-    a user's look alike. So the strings of a conversation go through the template with a secret number in place of every
-    special token; what still looks like one afterwards is the template's. The text is then encoded by a twin of the
-    tokenizer that knows special tokens under secret names only.
+    A chat template writes special tokens around the messages and returns one text, in which the template's
+    own ones and a user's look alike. So the strings of a conversation go through the template with a secret
+    number in place of every special token; what still looks like one afterwards is the template's. The text
+    is then encoded by a twin of the tokenizer that knows special tokens under secret names only.
     """
 
     def __init__(self, backend: TokenizersBackend) -> None:
@@ -54,15 +55,16 @@ class SpecialTexts:
         return [original.get(token_id, token_id) for token_id in ids]
 
     def encode_template(self, text: str, hidden: HiddenTexts, add_special_tokens: bool) -> list[int]:
-        """Token ids of what a template wrote: special tokens count, except those that ``hidden`` took out before."""
+        """Token ids of what a template wrote:
+        special tokens count, except those that ``hidden`` took out before."""
         aliases = self._twin[1]
         text = hidden.restored(self._pattern.sub(lambda found: aliases[found[0]], text))
         return self.encode_plain(text, add_special_tokens)
 
     @cached_property
     def _twin(self) -> tuple[TokenizersBackend, dict[str, str], dict[int | None, int]]:
-        """The twin, which shares the model and its vocabulary, the secret name of every special token, and the token
-        for the twin's id of that name."""
+        """The twin, which shares the model and its vocabulary, the secret name of every special token, and
+        the token for the twin's id of that name."""
         backend, secret = self._backend, secrets.token_hex(16)
         twin = TokenizersBackend(backend.model)
         for name in ("normalizer", "pre_tokenizer", "post_processor"):
@@ -72,7 +74,9 @@ class SpecialTexts:
         aliases = {one.content: f"\ue000{secret}{token_id}\ue001" for token_id, one in self._special}
         twin.add_tokens(
             [
-                AddedToken(alias, lstrip=one.lstrip, rstrip=one.rstrip, single_word=one.single_word, normalized=False)
+                AddedToken(
+                    alias, lstrip=one.lstrip, rstrip=one.rstrip, single_word=one.single_word, normalized=False
+                )
                 for alias, (_, one) in zip(aliases.values(), self._special)
             ]
         )
@@ -80,11 +84,15 @@ class SpecialTexts:
         return (
             twin,
             aliases,
-            {twin.token_to_id(alias): token_id for alias, (token_id, _) in zip(aliases.values(), self._special)},
+            {
+                twin.token_to_id(alias): token_id
+                for alias, (token_id, _) in zip(aliases.values(), self._special)
+            },
         )
 
     def replace(self, text: str, number_of: Callable[[str], str]) -> str:
-        """``text`` with every special token replaced, and the beginning of one at its end, which other text may end."""
+        """``text`` with every special token replaced, and the beginning of one at its end,
+        which other text may end."""
         text = self._pattern.sub(lambda found: number_of(found[0]), text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             if text[-length:] in self._beginnings:
@@ -93,7 +101,8 @@ class SpecialTexts:
 
 
 class HiddenTexts:
-    """The texts that a conversation hides from its template, under a new secret, which template errors may show."""
+    """The texts that a conversation hides from its template, under a new secret,
+    which template errors may show."""
 
     def __init__(self, special: SpecialTexts) -> None:
         self._special = special
@@ -135,8 +144,8 @@ MAX_COMPOSED_CHARACTERS = 4
 class Tokenizer:
     """A thin wrapper around a fast tokenizer; immutable after loading and safe to share.
 
-    backend: the ``tokenizers.Tokenizer`` below it (for incremental decoding). vocab_size: number of ids, added tokens
-    included. special_ids: ids that decode to nothing when special tokens are skipped.
+    backend: the ``tokenizers.Tokenizer`` below it (for incremental decoding). vocab_size: number of ids,
+    added tokens included. special_ids: ids that decode to nothing when special tokens are skipped.
     """
 
     def __init__(self, fast: PreTrainedTokenizerFast | GGUFTokenizer, source: str) -> None:
@@ -164,16 +173,19 @@ class Tokenizer:
         """No token stands for more characters than this; None where that cannot be told."""
         return max_characters_per_token(self.backend)
 
-    def encode(self, text: str, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of ``text``; RequestError when it is not valid Unicode (lone surrogates).
 
-        add_special_tokens: put around the text what the tokenizer puts around texts. parse_special_tokens: a special
-        token that stands in the text is that token, not its letters.
+        add_special_tokens: put around the text what the tokenizer puts around texts. parse_special_tokens: a
+        special token that stands in the text is that token, not its letters.
         """
         try:
             if not parse_special_tokens:
                 return self._special_texts.encode_plain(text, add_special_tokens)
-            # As a batch of one: only batches let go of the interpreter lock, which 4 MB of text hold for 9 s otherwise.
+            # As a batch of one: only batches let go of the interpreter lock,
+            # which 4 MB of text hold for 9 s otherwise.
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"The text cannot be encoded: {error}. Send valid Unicode text.") from error
@@ -196,8 +208,8 @@ class Tokenizer:
         """Token ids of a conversation as the model was taught to read it.
 
         messages: ``{"role": ..., "content": ...}`` each. add_generation_prompt: end with the opening of the
-        assistant's turn. kwargs: further template variables. Raises RequestError when the model has no template, or
-        when the template refuses the messages.
+        assistant's turn. kwargs: further template variables. Raises RequestError when the model has no
+        template, or when the template refuses the messages.
         """
         return self.encode_chat(messages, add_generation_prompt, tools, **kwargs)[1]
 
@@ -215,14 +227,17 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation; parameters and errors as ``render_chat``.
 
-        parse_special_tokens: special tokens in messages, tools and kwargs count as such; otherwise they are text, and
-        only the template's own ones count. add_special_tokens: put around the text what the tokenizer puts around
-        texts, for templates that do not. max_characters: no ids are made of a longer text.
+        parse_special_tokens: special tokens in messages, tools and kwargs count as such; otherwise they are
+        text, and only the template's own ones count. add_special_tokens: put around the text what the
+        tokenizer puts around texts, for templates that do not. max_characters: no ids are made of a longer
+        text.
         """
         hidden = HiddenTexts(self._special_texts)
         if not parse_special_tokens:
             messages, tools, kwargs = hidden.hide(list(messages)), hidden.hide(tools), hidden.hide(kwargs)
-        rendered = self.render_chat(messages, add_generation_prompt, tools, chat_template=chat_template, **kwargs)
+        rendered = self.render_chat(
+            messages, add_generation_prompt, tools, chat_template=chat_template, **kwargs
+        )
         text = hidden.restored(rendered)
         if max_characters is not None and len(text) > max_characters:
             return text, []
@@ -232,8 +247,11 @@ class Tokenizer:
         """For one conversation: hides special tokens in its messages, with the same result each time."""
         return HiddenTexts(self._special_texts)
 
-    def encode_rendered(self, rendered: str, hidden: HiddenTexts, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of what ``render_chat`` wrote about messages that ``hidden`` has hidden, or of a part of it.
+    def encode_rendered(
+        self, rendered: str, hidden: HiddenTexts, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of what ``render_chat`` wrote about messages that ``hidden`` has hidden,
+        or of a part of it.
 
         Special tokens count, except those that were hidden. add_special_tokens: as in ``encode``.
         """
@@ -253,8 +271,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the template, as text with its special tokens.
 
-        continue_final_message: end within the last message, which the model then goes on with. chat_template: takes
-        the place of the model's. kwargs: further template variables. Raises RequestError.
+        continue_final_message: end within the last message, which the model then goes on with. chat_template:
+        takes the place of the model's. kwargs: further template variables. Raises RequestError.
         """
         if not self.has_chat_template and chat_template is None:
             raise RequestError(f"The model {self.source} has no chat template; send a plain prompt instead.")
@@ -276,21 +294,27 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"The chat template refused the messages: {error}.") from error
         if end and end not in text:
-            raise RequestError("continue_final_message is True, but the chat template leaves the last message out.")
+            raise RequestError(
+                "continue_final_message is True, but the chat template leaves the last message out."
+            )
         return str(text).rpartition(end)[0] if end else str(text)
 
 
 def max_characters_per_token(backend: TokenizersBackend) -> int | None:
-    """No token stands for more characters of a text than this; None for a tokenizer that may drop some or fuse many.
+    """No token stands for more characters of a text than this;
+    None for a tokenizer that may drop some or fuse many.
 
-    Byte-pair encoding down to bytes keeps every character, so a token has no more of them than its entry's letters.
+    Byte-pair encoding down to bytes keeps every character,
+    so a token has no more of them than its entry's letters.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
     steps = state.get("pretokenizers", [state])
     is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
-    falls_back = isinstance(backend.model, models.BPE) and backend.model.byte_fallback and "<0xFF>" in vocabulary
+    falls_back = (
+        isinstance(backend.model, models.BPE) and backend.model.byte_fallback and "<0xFF>" in vocabulary
+    )
     drops = any(step.get("behavior") == "Removed" or "White" in step.get("type", "") for step in steps)
     strips = any(entry.lstrip or entry.rstrip for entry in added)
     if not isinstance(backend.model, models.BPE) or drops or strips or not (is_byte_level or falls_back):
@@ -300,7 +324,10 @@ def max_characters_per_token(backend: TokenizersBackend) -> int | None:
     for step in state.get("normalizers", [state] if state else []):
         if step["type"] == "NFC":
             factor = MAX_COMPOSED_CHARACTERS
-        elif step["type"] != "Prepend" and (step["type"], step.get("pattern")) != ("Replace", {"String": " "}):
+        elif step["type"] != "Prepend" and (step["type"], step.get("pattern")) != (
+            "Replace",
+            {"String": " "},
+        ):
             return None
     return factor * max(map(len, vocabulary))
 

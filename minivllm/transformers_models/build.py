@@ -1,4 +1,5 @@
-"""A transformers model without weights: its architecture, what its layers ask of attention, and its own constants."""
+"""A transformers model without weights:
+its architecture, what its layers ask of attention, and its own constants."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class Architecture:
     """model: on the meta device, its constants excepted. body: the module of it that computes hidden states.
 
-    layers: what attention does, in the order of the calls. per_token: linear layers that see every token of a step
-    just once, which is what adapters need. siblings: those of one block that read the same input.
+    layers: what attention does, in the order of the calls. per_token: linear layers that see every token of a
+    step just once, which is what adapters need. siblings: those of one block that read the same input.
     """
 
     model: PreTrainedModel
@@ -55,13 +56,16 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
     register_with_transformers()
     try:
         with ONE_AT_A_TIME, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.load(), dtype=dtype, attn_implementation=PROBE).eval()
+            model = AutoModelForCausalLM.from_config(
+                config.load(), dtype=dtype, attn_implementation=PROBE
+            ).eval()
     except ModelError:
         raise
     except Exception as error:  # a model class raises whatever building it raises
         if PROBE in str(error):
             raise ModelError(
-                f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
+                f"{config.source}: the attention of {config.architecture} does not go through transformers' "
+                "attention "
                 "interface, and cannot be served."
             ) from error
         raise ModelError(
@@ -78,8 +82,10 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
     layers = probed.layers
     if len(layers) != config.num_layers:
         raise ModelError(
-            f"{config.source}: {config.architecture} has {config.num_layers} layers, but {len(layers)} of them attend: "
-            "the others keep another state, or attend by themselves, and cannot run on the engine's attention."
+            f"{config.source}: {config.architecture} has {config.num_layers} layers, but {len(layers)} of "
+            "them attend: "
+            "the others keep another state, or attend by themselves, and cannot run on the engine's "
+            "attention."
         )
     model.set_attn_implementation(PAGED)
     _make_constants(model, device)
@@ -105,7 +111,9 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
         if isinstance(module, PreTrainedModel) and module is not model:
             hooks.append(module.register_forward_pre_hook(lambda module, _: called.append(module)))
         elif isinstance(module, nn.Linear | Conv1D):
-            hooks.append(module.register_forward_pre_hook(lambda _, given, name=name: note_input(name, given[0])))
+            hooks.append(
+                module.register_forward_pre_hook(lambda _, given, name=name: note_input(name, given[0]))
+            )
     try:
         _run(model, probe)
     except ModelError:
@@ -114,7 +122,8 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
         adds_bias = RecordedMask.__name__ in str(error)
         what = "it adds a bias such as ALiBi to its mask" if adds_bias else f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
+            f"{config.source}: the attention of {config.architecture} does not go through transformers' "
+            "attention "
             f"interface, or builds its own mask or bias, and cannot be served ({what})."
         ) from error
     finally:
@@ -150,15 +159,22 @@ def _run(model: PreTrainedModel, probe: Probe) -> None:
 
 
 def probe_part(
-    architecture: Architecture, division: Division | None, holder: StepHolder, layers: Sequence[LayerAttention]
+    architecture: Architecture,
+    division: Division | None,
+    holder: StepHolder,
+    layers: Sequence[LayerAttention],
 ) -> tuple[LayerAttention, ...]:
-    """What attention does in the part of a model that is this worker's: its linear layers and experts are replaced.
-    division: which part of its layers that is, if not all. layers: what they are in the whole model.
+    """What attention does in the part of a model that is this worker's: its linear layers and experts are
+    replaced. division: which part of its layers that is, if not all. layers: what they are in the whole
+    model.
 
-    Raises ConfigError if the parts do not fit together, mostly because a module takes its number of heads for granted.
+    Raises ConfigError if the parts do not fit together,
+    mostly because a module takes its number of heads for granted.
     """
     model = architecture.model
-    whole = [] if division is None else [(division.num_heads(layer), division.heads(layer)) for layer in layers]
+    whole = (
+        [] if division is None else [(division.num_heads(layer), division.heads(layer)) for layer in layers]
+    )
     probe = _new_probe(model, whole)
     own = OwnTensors(model)
     model.set_attn_implementation(PROBE)
@@ -173,7 +189,8 @@ def probe_part(
             else f"tensor_parallel_size is {division.shard.size}"
         )
         raise ConfigError(
-            f"{size}, but the layers of {type(model).__name__} cannot be computed in parts, as transformers' plan "
+            f"{size}, but the layers of {type(model).__name__} cannot be computed in parts, as transformers' "
+            "plan "
             f"divides them: {one_sentence(error)}"
         ) from error
     finally:
@@ -183,16 +200,21 @@ def probe_part(
 
 @torch.no_grad()
 def _make_constants(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, scales), as transformers initialises them."""
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales),
+    as transformers initialises them."""
     buffers = list(model.named_non_persistent_buffers())
     for name, buffer in buffers:
         parent, _, own = name.rpartition(".")
         value = torch.empty_like(buffer, device=device)
-        model.get_submodule(parent)._buffers[own] = value.fill_(torch.nan) if value.is_floating_point() else value
+        model.get_submodule(parent)._buffers[own] = (
+            value.fill_(torch.nan) if value.is_floating_point() else value
+        )
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
     with ONE_AT_A_TIME:
         model.initialize_weights()
     for name, _ in buffers:
         if model.get_buffer(name).isnan().any():
-            raise ModelError(f"transformers does not say how the constant {name!r} of this model is computed.")
+            raise ModelError(
+                f"transformers does not say how the constant {name!r} of this model is computed."
+            )

@@ -19,7 +19,11 @@ class TransformersLoader:
     """Loads ``TransformersModel``; a ``ModelLoader``."""
 
     def make(
-        self, config: EngineConfig, facts: TransformersConfig, others: OtherWorkers, settings: Mapping[str, Any]
+        self,
+        config: EngineConfig,
+        facts: TransformersConfig,
+        others: OtherWorkers,
+        settings: Mapping[str, Any],
     ) -> TransformersModel:
         unit = ROUNDING_GROUP if config.quantization == "int4" else 1
         return TransformersModel(
@@ -40,7 +44,9 @@ class TransformersLoader:
         else:
             model.load_weights(iterate_parameters(Path(path), model.names, _packed(facts)))
 
-    def check(self, config: EngineConfig, facts: TransformersConfig, model: TransformersModel, directory: str) -> None:
+    def check(
+        self, config: EngineConfig, facts: TransformersConfig, model: TransformersModel, directory: str
+    ) -> None:
         next(iterate_parameters(Path(directory), model.names, _packed(facts)))
 
 

@@ -36,7 +36,8 @@ from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 logger = logging.getLogger(__name__)
 
 LEAK = 0.05
-"""Share of the largest hidden value by which a token may change when others do that it does not attend to: rounding."""
+"""Share of the largest hidden value by which a token may change when others do that it does not attend to:
+rounding."""
 
 
 class _Picked:
@@ -53,10 +54,11 @@ class _Picked:
 
 
 class TransformersModel:
-    """Weights and layers of any decoder of transformers that attends through its attention interface. A ``Model``.
+    """Weights and layers of any decoder of transformers that attends through its attention interface.
+    A ``Model``.
 
-    The body computes packed tokens [1, tokens] with their positions, without a mask or a cache of its own; the head is
-    the model's own ``forward`` on picked rows, so that what a family does to its logits is done.
+    The body computes packed tokens [1, tokens] with their positions, without a mask or a cache of its own;
+    the head is the model's own ``forward`` on picked rows, so that what a family does to its logits is done.
 
     A tied embedding is one tensor with the head only where the head's method stores the weight as it is.
     """
@@ -77,9 +79,9 @@ class TransformersModel:
         input_unit: int = 1,
         stage: Stage | None = None,
     ) -> None:
-        """See Decoder. communicator: to the workers that divide its layers, if there are some; input_unit: see
-        Division; stage: which layers are this worker's, if not all. Raises ModelError, or ConfigError, with the reason
-        if the model cannot be served or divided; no memory is taken by then."""
+        """See Decoder. communicator: to the workers that divide its layers, if there are some; input_unit:
+        see Division; stage: which layers are this worker's, if not all. Raises ModelError, or ConfigError,
+        with the reason if the model cannot be served or divided; no memory is taken by then."""
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None
@@ -99,7 +101,9 @@ class TransformersModel:
         else:
             self._divide(architecture, choose_method, communicator, input_unit)
         self._linear_shapes = {
-            f"{block}.{part}": linear.whole_shape(part) for block, linear in self.linears for part in linear.sizes
+            f"{block}.{part}": linear.whole_shape(part)
+            for block, linear in self.linears
+            for part in linear.sizes
         }
         if self._parts is not None:
             self._keep_own(self._parts, architecture)
@@ -115,11 +119,17 @@ class TransformersModel:
     def _replace_products(self, architecture: Architecture, choose_method: ChooseMethod) -> None:
         how = self.dtype, self.device, choose_method, self._holder, self._division
         self._linears = replace_linears(self.module, architecture.siblings, *how)
-        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
+        self._products = list(
+            {id(module.linear): module.linear for module in self._linears.values()}.values()
+        )
         self._experts = replace_experts(self.module, *how)
 
     def _divide(
-        self, architecture: Architecture, choose_method: ChooseMethod, communicator: Communicator, input_unit: int
+        self,
+        architecture: Architecture,
+        choose_method: ChooseMethod,
+        communicator: Communicator,
+        input_unit: int,
     ) -> None:
         """Keep what is this worker's. Raises ConfigError on all workers if one of them cannot."""
         reason = ""
@@ -141,7 +151,9 @@ class TransformersModel:
         layers = [layer for layer in architecture.layers if parts.has(layer.module)]
         self.layers = probe_part(architecture, self._division, self._holder, layers)
         self._linears = {name: module for name, module in self._linears.items() if parts.has(name)}
-        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
+        self._products = list(
+            {id(module.linear): module.linear for module in self._linears.values()}.values()
+        )
         self._experts = {name: module for name, module in self._experts.items() if parts.has(name)}
         self.names.wants = parts.has
 
@@ -178,7 +190,9 @@ class TransformersModel:
         experts = sum(parameter.numel() for parameter in self.module.parameters() if parameter.dim() == 3)
         stacks = [module.experts for module in self._experts.values()]
         experts += sum(3 * stack.inner * stack.hidden_size * stack.num_experts for stack in stacks)
-        counts = (getattr(own, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        counts = (
+            getattr(own, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
         num_experts = next((count for count in counts if count), 1)
         return total + experts * (getattr(own, "num_experts_per_tok", None) or 1) // num_experts
 
@@ -190,7 +204,8 @@ class TransformersModel:
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take parameters under transformers' names (see ``weights.iterate_parameters``).
 
-        Raises ModelError for a name that has no place, and for a model that mixes tokens other than by attention.
+        Raises ModelError for a name that has no place,
+        and for a model that mixes tokens other than by attention.
         """
         tied = self.names.tied if self._stage.is_last else {}
         sources = {source: target for target, source in tied.items()}
@@ -206,9 +221,13 @@ class TransformersModel:
                 self._set(source, module.linear.tensors[0])
         missing = [name for name, tensor in self._own_tensors() if tensor.is_meta]
         missing += [f"{name}.weight" for name, module in self._linears.items() if not module.linear.tensors]
-        missing += [f"{name}.gate_up_proj" for name, module in self._experts.items() if not module.experts.tensors]
+        missing += [
+            f"{name}.gate_up_proj" for name, module in self._experts.items() if not module.experts.tensors
+        ]
         if missing:
-            raise ModelError(f"The checkpoint of {self.config.architecture} lacks {missing[0]!r}; it is incomplete.")
+            raise ModelError(
+                f"The checkpoint of {self.config.architecture} lacks {missing[0]!r}; it is incomplete."
+            )
         self._check_that_only_attention_mixes()
         if self._parts is not None:
             self._parts.is_linked = True
@@ -225,7 +244,9 @@ class TransformersModel:
         if self._division is not None:
             value = self._division.parameter(name, value)
         try:
-            self._set(name, value.to(self.device, copy=True))  # what a checkpoint hands out may lie in its mapped file
+            self._set(
+                name, value.to(self.device, copy=True)
+            )  # what a checkpoint hands out may lie in its mapped file
         except AttributeError:
             raise ModelError(
                 f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
@@ -251,11 +272,13 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _check_that_only_attention_mixes(self) -> None:
-        """Layers that read other tokens than by attention (a convolution, a scan) would mix requests, and so would
-        layers that take a token's place in a step for its position. A token is computed in two steps, at another place
-        and between other tokens: without attention, nothing may change."""
+        """Layers that read other tokens than by attention (a convolution, a scan) would mix requests, and so
+        would layers that take a token's place in a step for its position. A token is computed in two steps,
+        at another place and between other tokens: without attention, nothing may change."""
         cache = [
-            LayerCache(*torch.zeros(2, 1, 8, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=self.device))
+            LayerCache(
+                *torch.zeros(2, 1, 8, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
+            )
             for spec in self.cache_specs
         ]
         last = self._max_model_len - 1
@@ -267,15 +290,19 @@ class TransformersModel:
                 seen.append(q[place])
                 return q * 0
 
-            ids_, positions_, slots = torch.tensor([ids, positions, [0] * 3], dtype=torch.int32, device=self.device)
+            ids_, positions_, slots = torch.tensor(
+                [ids, positions, [0] * 3], dtype=torch.int32, device=self.device
+            )
             here = [layer.at(slots) for layer in cache]
             return [self._run(ids_, Step(TokenInputs(positions_), here, attend))[place], *seen]
 
         for one, other in zip(compute(2, [1, 2, 3], [0, 1, last]), compute(0, [3, 0, 4], [last, 1, 2])):
             if not bool(((one - other).abs() <= LEAK * one.abs().max() + 1e-6).all()):
                 raise ModelError(
-                    f"{self.config.source}: layers of {self.config.architecture} read other tokens otherwise than by "
-                    "attention, or take their place for their position, which would mix the requests of a step."
+                    f"{self.config.source}: layers of {self.config.architecture} read other tokens otherwise "
+                    "than by "
+                    "attention, or take their place for their position, which would mix the requests of a "
+                    "step."
                 )
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -296,12 +323,14 @@ class TransformersModel:
     def take_weights(self, other: TransformersModel) -> None:
         """Take over the weights of another model of the same configuration; adapters stay.
 
-        Raises ModelError if they are quantised differently: the layers are compiled for the methods there are.
+        Raises ModelError if they are quantised differently:
+        the layers are compiled for the methods there are.
         """
         pairs = list(zip(self._stored, other._stored, strict=True))
         if any(mine.method != theirs.method for mine, theirs in pairs):
             raise ModelError(
-                "The weights are quantised otherwise than those they replace, or need more bits: start a new engine "
+                "The weights are quantised otherwise than those they replace, or need more bits: start a new "
+                "engine "
                 "with them."
             )
         for mine, theirs in pairs:
@@ -314,19 +343,25 @@ class TransformersModel:
         if self._traced is not None:
             self._traced.refresh()
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
-        """Trace the model and compile what lies between attentions. Where nothing is compiled, or tracing fails, the
-        layers are run as transformers wrote them."""
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
+        """Trace the model and compile what lies between attentions. Where nothing is compiled, or tracing
+        fails, the layers are run as transformers wrote them."""
         self._traced = None
         if not getattr(compile_region, "enabled", True):
             return
         if self._parts is not None:
-            logger.warning("%s runs uncompiled, which is slower, since it runs in stages.", self.config.architecture)
+            logger.warning(
+                "%s runs uncompiled, which is slower, since it runs in stages.", self.config.architecture
+            )
             return
         try:
             self._traced = self._trace()
         except CannotTrace as error:
-            logger.warning("%s runs uncompiled, since it cannot be traced: %s.", self.config.architecture, error)
+            logger.warning(
+                "%s runs uncompiled, since it cannot be traced: %s.", self.config.architecture, error
+            )
             return
         for module in self._experts.values():
             module.experts.compile_few_rows(compile_region)
@@ -353,9 +388,11 @@ class TransformersModel:
             communicator=self._communicator,
         )
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
-        """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is compiled; a stage
-        before the last one, nothing: it sends the stream on."""
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
+        """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is
+        compiled; a stage before the last one, nothing: it sends the stream on."""
         if self._traced is not None:
             return self._traced.forward(token_ids, tokens, caches, attend)
         with span("body"):
@@ -382,7 +419,8 @@ class TransformersModel:
             return self._run_head(hidden[0][rows], rows)
 
     def _run_head(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> logits [rows, vocab]. ids: never looked at, since the body hands out ``hidden``."""
+        """hidden [rows, hidden] -> logits [rows, vocab].
+        ids: never looked at, since the body hands out ``hidden``."""
         self._picked = hidden[None]
         try:
             out: Any = self.module(input_ids=ids.long()[None], use_cache=False)

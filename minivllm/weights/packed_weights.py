@@ -1,7 +1,8 @@
 """Quantised safetensors checkpoints: which tensors make up one weight, and how they are put together.
 
-Most are whole numbers in groups: w = (number - zero) * scale. AWQ (the layout of AutoAWQ's GEMM kernels), GPTQ (that of
-AutoGPTQ) and compressed-tensors' pack-quantized put several numbers into one int32, each in another order.
+Most are whole numbers in groups: w = (number - zero) * scale. AWQ (the layout of AutoAWQ's GEMM kernels),
+GPTQ (that of AutoGPTQ) and compressed-tensors' pack-quantized put several numbers into one int32, each in
+another order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PARTS: dict[Layout, dict[str, tuple[str, ...]]] = {
 """Layout -> its parts, the one that gives the shape first -> the safetensors types that each may have."""
 # AutoAWQ puts outputs 0 2 4 6 1 3 5 7 of every eight into the nibbles of a word, the lowest first.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-_OTHER_NAMES = {"weight_scale_inv": "weight_scale"}  # what DeepSeek and Qwen call it; it is multiplied all the same
+_OTHER_NAMES = {
+    "weight_scale_inv": "weight_scale"
+}  # what DeepSeek and Qwen call it; it is multiplied all the same
 # Scales of activations that were measured beforehand, and of a quantised KV cache: neither is used here.
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "input_zero_point")
 
@@ -60,7 +63,8 @@ class PackedWeights:
     def place(self, name: str, stored: str) -> tuple[str, str] | None:
         """(weight, part) that a tensor belongs to; None if it is a tensor by itself or of no use.
 
-        stored: its name in the model that was quantised, which is what the configuration's lists of layers mean.
+        stored: its name in the model that was quantised,
+        which is what the configuration's lists of layers mean.
         """
         for separator, ending in ((".", ".weight"), ("_", "")):  # only experts' parts are named with a line
             module, _, part = name.rpartition(separator)
@@ -68,7 +72,9 @@ class PackedWeights:
             described = self.quantization.format_of(stored.rpartition(separator)[0])
             if described is None or (described.layout == "mxfp4") is (separator == "."):
                 continue
-            if part in PARTS[described.layout] and (part != "weight" or module.endswith(("_proj", "lm_head"))):
+            if part in PARTS[described.layout] and (
+                part != "weight" or module.endswith(("_proj", "lm_head"))
+            ):
                 self._formats[module + ending] = described
                 return module + ending, part
         return None
@@ -95,10 +101,13 @@ class PackedWeights:
         ):
             return fitting.shape
         given = ", ".join(f"{name} {part.type} {list(part.shape)}" for name, part in sorted(parts.items()))
-        raise ModelError(f"The parts of {weight!r} do not make up a weight of {self.quantization.method}: {given}.")
+        raise ModelError(
+            f"The parts of {weight!r} do not make up a weight of {self.quantization.method}: {given}."
+        )
 
     def assemble(self, weight: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> StoredWeight:
-        """The weight of these parts, whose shapes have been checked. dtype: of values that have to be restored."""
+        """The weight of these parts, whose shapes have been checked.
+        dtype: of values that have to be restored."""
         stored = self._formats[weight]
         if parts.keys() == {"weight"}:
             return parts["weight"].to(dtype)
@@ -131,7 +140,8 @@ def _fitting(stored: WeightFormat, main: Shape) -> _Fitting | None:
     if layout == "mxfp4":
         if len(main) < 3 or main[-1] != MXFP4_GROUP // 2:
             return None
-        # Experts are stored as [experts, out, in]; unquantised, the same models have them as [experts, in, out].
+        # Experts are stored as [experts, out, in];
+        # unquantised, the same models have them as [experts, in, out].
         shape = (*main[:-3], main[-2] * MXFP4_GROUP, main[-3])
         return _Fitting(shape, {"scales"}, {"blocks": {main}, "scales": {main[:-1]}})
     if len(main) != 2:
@@ -168,7 +178,9 @@ def _fitting(stored: WeightFormat, main: Shape) -> _Fitting | None:
     return _Fitting((rows, columns), required, shapes)
 
 
-def _grouped(weight: str, stored: WeightFormat, parts: Mapping[str, Tensor], dtype: torch.dtype) -> StoredWeight:
+def _grouped(
+    weight: str, stored: WeightFormat, parts: Mapping[str, Tensor], dtype: torch.dtype
+) -> StoredWeight:
     """Whole numbers in groups of inputs, each with a scale and a zero."""
     bits, group_of = stored.bits, parts.get("g_idx", parts.get("weight_g_idx"))
     zeros: Tensor | None
@@ -176,7 +188,11 @@ def _grouped(weight: str, stored: WeightFormat, parts: Mapping[str, Tensor], dty
         codes, zeros = (_unpack(parts[part], bits, _AWQ_ORDER).T for part in ("qweight", "qzeros"))
         scale = parts["scales"].T
     elif stored.layout == "gptq":
-        codes, zeros, scale = _unpack(parts["qweight"].T, bits), _unpack(parts["qzeros"], bits).T, parts["scales"].T
+        codes, zeros, scale = (
+            _unpack(parts["qweight"].T, bits),
+            _unpack(parts["qzeros"], bits).T,
+            parts["scales"].T,
+        )
         if stored.zeros_minus_one:
             zeros = (zeros + 1) & (2**bits - 1)
     elif stored.layout == "packed":
@@ -185,7 +201,9 @@ def _grouped(weight: str, stored: WeightFormat, parts: Mapping[str, Tensor], dty
             zeros = _unpack(parts["weight_zero_point"].T, bits).T[: codes.shape[0]]
         if "weight_shape" in parts and tuple(parts["weight_shape"].tolist()) != tuple(codes.shape):
             given = parts["weight_shape"].tolist()
-            raise ModelError(f"weight_shape of {weight!r} is {given}, but its numbers make up {list(codes.shape)}.")
+            raise ModelError(
+                f"weight_shape of {weight!r} is {given}, but its numbers make up {list(codes.shape)}."
+            )
     else:
         # Two's complement with the sign's bit turned over counts from the smallest number.
         codes, scale = parts["weight"].view(torch.uint8) ^ 128, _per_row(stored, parts)
@@ -209,7 +227,8 @@ def _grouped(weight: str, stored: WeightFormat, parts: Mapping[str, Tensor], dty
 
 
 def _per_row(stored: WeightFormat, parts: Mapping[str, Tensor]) -> Tensor:
-    """Scales float32 [out, groups] of a compressed-tensors weight, also where there is one for the whole tensor."""
+    """Scales float32 [out, groups] of a compressed-tensors weight,
+    also where there is one for the whole tensor."""
     rows, scale = parts[next(iter(PARTS[stored.layout]))].shape[0], parts["weight_scale"].float()
     return scale if stored.group_size else scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
@@ -229,6 +248,7 @@ def _float8(stored: WeightFormat, parts: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: number i of a word is at place order[i], the lowest being 0."""
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits]:
+    number i of a word is at place order[i], the lowest being 0."""
     places = torch.tensor(order or tuple(range(32 // bits)), dtype=torch.int32)
     return ((words.unsqueeze(-1) >> (bits * places)) & (2**bits - 1)).to(torch.uint8).flatten(1)

@@ -1,7 +1,8 @@
-"""config.json's quantization_config: which layers are stored in which format, or one sentence why they cannot be read.
+"""config.json's quantization_config:
+which layers are stored in which format, or one sentence why they cannot be read.
 
-AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022), fp8, MXFP4 as gpt-oss has it, and compressed-tensors, which names a
-format for every group of layers.
+AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022), fp8, MXFP4 as gpt-oss has it, and compressed-tensors, which
+names a format for every group of layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 Layout = Literal["awq", "gptq", "packed", "int8", "float8", "mxfp4"]
 
-SUPPORTED = "awq with 4 bits, gptq with 4 and 8, fp8, mxfp4, and compressed-tensors with int4, int8 or fp8 weights"
+SUPPORTED = (
+    "awq with 4 bits, gptq with 4 and 8, fp8, mxfp4, and compressed-tensors with int4, int8 or fp8 weights"
+)
 ADVICE = "use the unquantised model (with quantization='int8' or 'int4' if you like) or a GGUF file of it"
 COMPRESSED_FORMATS = {
     "pack-quantized": ("int",),
@@ -34,10 +37,10 @@ MAX_PATTERNS = 10_000
 class WeightFormat:
     """How the weight of a linear layer is stored. The layout names its parts (``packed_weights.PARTS``).
 
-    bits: of a number. group_size: inputs that share a scale; 0 for a scale per row, or for the whole tensor. block:
-    outputs and inputs that share one (float8). has_zeros: numbers count from a stored zero. zeros_minus_one: which is
-    stored less one (GPTQ's first format). is_ordered: inputs belong to groups by a stored index. rounds_inputs: the
-    layer's inputs are rounded to 8 bits too.
+    bits: of a number. group_size: inputs that share a scale; 0 for a scale per row, or for the whole tensor.
+    block: outputs and inputs that share one (float8). has_zeros: numbers count from a stored zero.
+    zeros_minus_one: which is stored less one (GPTQ's first format). is_ordered: inputs belong to groups by a
+    stored index. rounds_inputs: the layer's inputs are rounded to 8 bits too.
     """
 
     layout: Layout
@@ -54,9 +57,9 @@ class WeightFormat:
 class StoredQuantization:
     """How a checkpoint's linear layers are quantised.
 
-    method: the name that config.json gives it. formats: (targets, format): layers by name, by a regular expression
-    after "re:", or all with "Linear"; None for layers that are left as they are. ignore: such targets too, of layers
-    that are left as they are whatever else names them.
+    method: the name that config.json gives it. formats: (targets, format): layers by name, by a regular
+    expression after "re:", or all with "Linear"; None for layers that are left as they are. ignore: such
+    targets too, of layers that are left as they are whatever else names them.
     """
 
     method: str
@@ -64,8 +67,8 @@ class StoredQuantization:
     ignore: tuple[str, ...] = ()
 
     def format_of(self, module: str) -> WeightFormat | None:
-        """The format of a layer: a name counts before an expression, the first one of them, that before all; None if
-        none is meant."""
+        """The format of a layer: a name counts before an expression, the first one of them,
+        that before all; None if none is meant."""
         if len(module) > MAX_NAME_LENGTH or any(_rank(target, module) for target in self.ignore):
             return None
         ranks = [(_rank(target, module), stored) for targets, stored in self.formats for target in targets]
@@ -74,7 +77,8 @@ class StoredQuantization:
 
 
 def _rank(target: str, module: str) -> int:
-    """How closely a target means a module: 3 by its name, 2 by an expression, 1 as one of all, 0 not at all."""
+    """How closely a target means a module:
+    3 by its name, 2 by an expression, 1 as one of all, 0 not at all."""
     if target.startswith("re:"):
         return 2 if name_pattern(target[3:]).begins(module) else 0
     return 3 if target == module else int(target == "Linear")
@@ -99,7 +103,9 @@ def read_quantization(entry: Any, source: str) -> StoredQuantization | None:
         stored = _awq_or_gptq(method, entry, source)
         return StoredQuantization(method=method, formats=(*_dynamic(entry, source), (("Linear",), stored)))
     else:
-        raise ModelError(f"{source}: quantization_config names {method!r}, but supported are {SUPPORTED}; {ADVICE}.")
+        raise ModelError(
+            f"{source}: quantization_config names {method!r}, but supported are {SUPPORTED}; {ADVICE}."
+        )
     return StoredQuantization(method=method, formats=((("Linear",), stored),))
 
 
@@ -107,15 +113,20 @@ def _awq_or_gptq(method: Literal["awq", "gptq"], entry: Mapping[str, Any], sourc
     bits, allowed = entry.get("bits", entry.get("w_bit", 4)), (4,) if method == "awq" else (4, 8)
     if isinstance(bits, bool) or bits not in allowed:
         raise ModelError(
-            f"{source}: {method} with {bits!r} bits is not supported, only with {_listed(allowed)}: use another "
+            f"{source}: {method} with {bits!r} bits is not supported, only with {_listed(allowed)}: use "
+            "another "
             f"checkpoint."
         )
     version = str(entry.get("version", "gemm")).lower()
     if method == "awq" and version != "gemm":
-        raise ModelError(f"{source}: awq of version {version!r} is not supported, only 'gemm': use another checkpoint.")
+        raise ModelError(
+            f"{source}: awq of version {version!r} is not supported, only 'gemm': use another checkpoint."
+        )
     size = entry.get("group_size", entry.get("q_group_size", 128))
     if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
-        raise ModelError(f"{source}: group_size is {size!r}, but must be a positive number, or -1 for whole rows.")
+        raise ModelError(
+            f"{source}: group_size is {size!r}, but must be a positive number, or -1 for whole rows."
+        )
     return WeightFormat(
         layout=method,
         bits=bits,
@@ -126,16 +137,21 @@ def _awq_or_gptq(method: Literal["awq", "gptq"], entry: Mapping[str, Any], sourc
 
 
 def _dynamic(entry: Mapping[str, Any], source: str) -> list[tuple[tuple[str, ...], WeightFormat | None]]:
-    """GPTQ's rules for single layers: an expression after "-:" leaves a layer as it is, others change its settings."""
+    """GPTQ's rules for single layers:
+    an expression after "-:" leaves a layer as it is, others change its settings."""
     rules = entry.get("dynamic") or {}
     if not isinstance(rules, Mapping) or len(rules) > MAX_PATTERNS:
-        raise ModelError(f"{source}: dynamic is {rules!r}, but must be an object of at most {MAX_PATTERNS} rules.")
+        raise ModelError(
+            f"{source}: dynamic is {rules!r}, but must be an object of at most {MAX_PATTERNS} rules."
+        )
     formats: list[tuple[tuple[str, ...], WeightFormat | None]] = []
     for rule, changes in rules.items():
         pattern = rule.removeprefix("-:").removeprefix("+:")
         _check_pattern(pattern, f"{source}: dynamic")
         if not rule.startswith("-:") and not isinstance(changes, Mapping):
-            raise ModelError(f"{source}: dynamic[{rule!r}] is {changes!r}, but must be an object of settings.")
+            raise ModelError(
+                f"{source}: dynamic[{rule!r}] is {changes!r}, but must be an object of settings."
+            )
         stored = None if rule.startswith("-:") else _awq_or_gptq("gptq", {**entry, **changes}, source)
         formats.append(((f"re:{pattern}",), stored))
     return formats
@@ -144,7 +160,11 @@ def _dynamic(entry: Mapping[str, Any], source: str) -> list[tuple[tuple[str, ...
 def _block(entry: Any, source: str) -> tuple[int, int] | None:
     if entry is None:
         return None
-    if not isinstance(entry, list | tuple) or len(entry) != 2 or not all(_is_whole(n) and n > 0 for n in entry):
+    if (
+        not isinstance(entry, list | tuple)
+        or len(entry) != 2
+        or not all(_is_whole(n) and n > 0 for n in entry)
+    ):
         raise ModelError(f"{source}: weight_block_size is {entry!r}, but must be two positive numbers.")
     return entry[0], entry[1]
 
@@ -161,20 +181,30 @@ def _compressed(entry: Mapping[str, Any], source: str) -> StoredQuantization:
     """compressed-tensors: a format for each of its config_groups."""
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ModelError(f"{source}: config_groups is {groups!r}, but must name the format of at least one group.")
+        raise ModelError(
+            f"{source}: config_groups is {groups!r}, but must name the format of at least one group."
+        )
     sparsity = entry.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise ModelError(f"{source}: sparsity_config.format is {sparsity['format']!r}, but only 'dense' can be read.")
+        raise ModelError(
+            f"{source}: sparsity_config.format is {sparsity['format']!r}, but only 'dense' can be read."
+        )
     transforms = entry.get("transform_config")
     if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        raise ModelError(f"{source}: transform_config names transforms, which are not applied here; {ADVICE}.")
+        raise ModelError(
+            f"{source}: transform_config names transforms, which are not applied here; {ADVICE}."
+        )
     if entry.get("kv_cache_scheme"):
-        logger.info("%s: the scheme for the KV cache is left out; the engine's own cache dtype decides.", source)
+        logger.info(
+            "%s: the scheme for the KV cache is left out; the engine's own cache dtype decides.", source
+        )
     formats = []
     for name, group in groups.items():
         where = f"{source}: config_groups.{name}"
         if not isinstance(group, Mapping):
-            raise ModelError(f"{where} is {group!r}, but must be an object that describes weights and targets.")
+            raise ModelError(
+                f"{where} is {group!r}, but must be an object that describes weights and targets."
+            )
         targets = _targets(group.get("targets"), f"{where}.targets")
         formats.append((targets, _scheme(group, group.get("format") or entry.get("format"), where)))
     ignore = _targets(entry.get("ignore") or [], f"{source}: ignore")
@@ -202,7 +232,9 @@ def _check_pattern(pattern: str, where: str) -> None:
 def _scheme(group: Mapping[str, Any], name: Any, where: str) -> WeightFormat:
     """One group of compressed-tensors. where: file and group, to begin a refusal with."""
     if not isinstance(name, str) or name not in COMPRESSED_FORMATS:
-        raise ModelError(f"{where}: format is {name!r}, but supported are {', '.join(COMPRESSED_FORMATS)}; {ADVICE}.")
+        raise ModelError(
+            f"{where}: format is {name!r}, but supported are {', '.join(COMPRESSED_FORMATS)}; {ADVICE}."
+        )
     if group.get("output_activations"):
         raise ModelError(f"{where}.output_activations is set, but outputs are not rounded here; {ADVICE}.")
     weights, inputs = _Arguments(group, "weights", where), _Arguments(group, "input_activations", where)
@@ -232,8 +264,10 @@ def _scheme(group: Mapping[str, Any], name: Any, where: str) -> WeightFormat:
             inputs.one_of("strategy", ("token",), None)
             if name == "pack-quantized" or strategy == "group" or not symmetric:
                 raise ModelError(
-                    f"{where}.input_activations is set, but rounded inputs are multiplied with symmetric int8 weights "
-                    f"of one scale per output only, not with {name} weights of strategy {strategy!r}; {ADVICE}."
+                    f"{where}.input_activations is set, but rounded inputs are multiplied with symmetric "
+                    "int8 weights "
+                    f"of one scale per output only, not with {name} weights of strategy {strategy!r}; "
+                    f"{ADVICE}."
                 )
     return WeightFormat(
         layout="packed" if name == "pack-quantized" else "int8" if kind == "int" else "float8",

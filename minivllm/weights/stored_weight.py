@@ -1,4 +1,5 @@
-"""Weights as quantised checkpoints hold them, whatever the file format, and rounding to fewer bits without data."""
+"""Weights as quantised checkpoints hold them, whatever the file format,
+and rounding to fewer bits without data."""
 
 from __future__ import annotations
 
@@ -45,9 +46,10 @@ class QuantizedWeight(ABC):
 class GroupedWeight(QuantizedWeight):
     """w[o, order[i]] = codes[o, i] * scale[o, g] + offset[o, g], with g = i // group_size.
 
-    codes uint8 [out, in], 0 to 2^bits - 1; scale and offset float32 [out, in / group_size]. order int64 [in]: inputs in
-    the order in which they lie here, None where that is their own (GPTQ puts inputs of a similar weight into a group).
-    All of GGUF's types that are multiplied as they are, AWQ, GPTQ and compressed-tensors' whole numbers are this.
+    codes uint8 [out, in], 0 to 2^bits - 1; scale and offset float32 [out, in / group_size]. order int64 [in]:
+    inputs in the order in which they lie here, None where that is their own (GPTQ puts inputs of a similar
+    weight into a group). All of GGUF's types that are multiplied as they are, AWQ, GPTQ and
+    compressed-tensors' whole numbers are this.
     """
 
     codes: Tensor
@@ -71,11 +73,16 @@ class GroupedWeight(QuantizedWeight):
             # Any number of inputs of any group may lie in a shard.
             return RestoredWeight(self.part(rows, slice(None)).restore(torch.float32)[:, columns])
         if start % size or stop % size:
-            whole = self.in_groups_of(next(n for n in range(size, 0, -1) if not (size % n or start % n or stop % n)))
+            whole = self.in_groups_of(
+                next(n for n in range(size, 0, -1) if not (size % n or start % n or stop % n))
+            )
             return whole.part(rows, columns)
         groups = slice(start // size, stop // size)
         return replace(
-            self, codes=self.codes[rows, columns], scale=self.scale[rows, groups], offset=self.offset[rows, groups]
+            self,
+            codes=self.codes[rows, columns],
+            scale=self.scale[rows, groups],
+            offset=self.offset[rows, groups],
         )
 
     def in_groups_of(self, size: int) -> GroupedWeight:
@@ -124,7 +131,8 @@ class RowScaledWeight(QuantizedWeight):
 
 @dataclass(frozen=True)
 class RestoredWeight(QuantizedWeight):
-    """Values [out, in] restored from a format that no operator here multiplies: exact, and never quantised again."""
+    """Values [out, in] restored from a format that no operator here multiplies:
+    exact, and never quantised again."""
 
     values: Tensor
 
@@ -144,14 +152,15 @@ StoredWeight = Tensor | QuantizedWeight
 
 
 SMALLEST_SHARED_GROUP = 16
-"""Groups into which matrices of other group sizes are cut to be stacked: with less, scales outweigh the codes."""
+"""Groups into which matrices of other group sizes are cut to be stacked:
+with less, scales outweigh the codes."""
 
 
 def stack(parts: Mapping[str, StoredWeight], dtype: torch.dtype) -> StoredWeight:
     """Matrices, by the name of their layer, one below the other.
 
-    Those that cannot share one quantised form are restored to ``dtype`` first. Raises ModelError where only some of
-    the layers, or not all in the same way, round their inputs to whole numbers: they share one input.
+    Those that cannot share one quantised form are restored to ``dtype`` first. Raises ModelError where only
+    some of the layers, or not all in the same way, round their inputs to whole numbers: they share one input.
     """
     weights = list(parts.values())
     if len(weights) == 1:
@@ -159,11 +168,15 @@ def stack(parts: Mapping[str, StoredWeight], dtype: torch.dtype) -> StoredWeight
     if all(isinstance(weight, Tensor) for weight in weights):
         return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
     grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
-    if len(grouped) == len(weights) and all(_same_order(grouped[0].order, weight.order) for weight in grouped):
+    if len(grouped) == len(weights) and all(
+        _same_order(grouped[0].order, weight.order) for weight in grouped
+    ):
         sizes = {weight.group_size for weight in grouped}
         size = math.gcd(*sizes)
         if len(sizes) == 1 or size >= SMALLEST_SHARED_GROUP:
-            grouped = [weight if weight.group_size == size else weight.in_groups_of(size) for weight in grouped]
+            grouped = [
+                weight if weight.group_size == size else weight.in_groups_of(size) for weight in grouped
+            ]
             return GroupedWeight(
                 torch.cat([weight.codes for weight in grouped]),
                 torch.cat([weight.scale for weight in grouped]),
@@ -172,17 +185,23 @@ def stack(parts: Mapping[str, StoredWeight], dtype: torch.dtype) -> StoredWeight
                 order=grouped[0].order,
             )
     rows = [weight for weight in weights if isinstance(weight, RowScaledWeight)]
-    if len(rows) == len(weights) and len({(weight.values.dtype, weight.rounds_inputs) for weight in rows}) == 1:
+    if (
+        len(rows) == len(weights)
+        and len({(weight.values.dtype, weight.rounds_inputs) for weight in rows}) == 1
+    ):
         # Bytes, because PyTorch cannot concatenate float8 everywhere.
         values = torch.cat([weight.values.view(torch.uint8) for weight in rows]).view(rows[0].values.dtype)
         return RowScaledWeight(values, torch.cat([weight.scale for weight in rows]), rows[0].rounds_inputs)
     if any(weight.rounds_inputs and weight.values.dtype == torch.int8 for weight in rows):
         raise ModelError(
-            f"{', '.join(parts)} are computed as one product, but the checkpoint rounds the inputs of only some of "
+            f"{', '.join(parts)} are computed as one product, but the checkpoint rounds the inputs of only "
+            "some of "
             f"them to int8, which is not supported: quantise them alike."
         )
     return RestoredWeight(
-        torch.cat([weight.to(dtype) if isinstance(weight, Tensor) else weight.restore(dtype) for weight in weights])
+        torch.cat(
+            [weight.to(dtype) if isinstance(weight, Tensor) else weight.restore(dtype) for weight in weights]
+        )
     )
 
 
@@ -198,7 +217,8 @@ def round_to_int8_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 def round_to_rows(
     weight: Tensor, bits: int, values_dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> whole numbers of so many bits [out, in] and scale [out, 1], symmetric: w = values * scale."""
+    """weight [out, in] -> whole numbers of so many bits [out, in] and scale [out, 1], symmetric:
+    w = values * scale."""
     values, largest = torch.empty(weight.shape, dtype=values_dtype, device=weight.device), 2 ** (bits - 1) - 1
     # The scale is rounded first, so that values make up for it. That of a row of zeros may be anything but 0.
     scale = (_largest(weight) / largest).clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype)
@@ -207,21 +227,30 @@ def round_to_rows(
     return values, scale
 
 
-def round_groups_to_rows(weight: QuantizedWeight, bits: int, values_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``round_to_rows``, with scales of float32, of what a weight in groups restores to, which is not written down.
+def round_groups_to_rows(
+    weight: QuantizedWeight, bits: int, values_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``round_to_rows``, with scales of float32, of what a weight in groups restores to,
+    which is not written down.
 
-    (code * scale + offset) / s is code * (scale / s) + offset / s, and of the values only the least and the largest of
-    each group are needed before. SmolLM2-135M in 4 bits was loaded in 1.9 seconds in place of 2.2 (two cores of Zen 3).
+    (code * scale + offset) / s is code * (scale / s) + offset / s, and of the values only the least and the
+    largest of each group are needed before. SmolLM2-135M in 4 bits was loaded in 1.9 seconds in place of 2.2
+    (two cores of Zen 3).
     """
     if not isinstance(weight, GroupedWeight) or weight.order is not None:
         return round_to_rows(weight.restore(torch.float32), bits, values_dtype, torch.float32)
-    values, largest = torch.empty(weight.shape, dtype=values_dtype, device=weight.codes.device), 2 ** (bits - 1) - 1
+    values, largest = (
+        torch.empty(weight.shape, dtype=values_dtype, device=weight.codes.device),
+        2 ** (bits - 1) - 1,
+    )
     scale = torch.empty(len(values), 1, device=values.device)
     for piece in _pieces(weight.shape, RESTORED_ELEMENTS):
         codes = weight.codes[piece].unflatten(1, (-1, weight.group_size))
         own, offset = weight.scale[piece], weight.offset[piece]
         extremes = torch.stack([(code * own + offset).abs() for code in codes.aminmax(dim=-1)])
-        rows = scale[piece] = (extremes.amax((0, 2)).unsqueeze(1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        rows = scale[piece] = (extremes.amax((0, 2)).unsqueeze(1) / largest).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
         numbers = codes.float()
         torch.addcmul((offset / rows).unsqueeze(-1), numbers, (own / rows).unsqueeze(-1), out=numbers)
         values[piece] = numbers.round_().clamp_(-largest, largest).flatten(1)
@@ -242,15 +271,18 @@ def round_to_float8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = (_largest(weight) / FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     for piece in _pieces(weight.shape, ROUNDED_ELEMENTS):
-        values[piece] = (weight[piece].float() / scale[piece]).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(values.dtype)
+        values[piece] = (
+            (weight[piece].float() / scale[piece]).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(values.dtype)
+        )
     return values, scale
 
 
 def round_to_groups(weight: Tensor, group_size: int, dtype: torch.dtype) -> GroupedWeight:
-    """weight [out, in] in 4 bits: every group of inputs has its smallest weight as code 0 and its largest as 15.
+    """weight [out, in] in 4 bits: every group of inputs has its smallest weight as code 0 and its largest as
+    15.
 
-    scale, and the value of code 8 (the "zero" of the 4-bit operator), become numbers of ``dtype`` before codes are
-    chosen.
+    scale, and the value of code 8 (the "zero" of the 4-bit operator),
+    become numbers of ``dtype`` before codes are chosen.
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     shape = (weight.shape[0], weight.shape[1] // group_size)

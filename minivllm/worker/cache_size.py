@@ -37,7 +37,9 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
     )
     forgets = any(group.reach for group in kv_groups(model, block_size, length))
     if forgets and not any(group.reach for group in groups):
-        reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
+        reason = (
+            "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
+        )
         logger.info("Layers with sliding windows keep all keys and values, since %s.", reason)
     return groups
 
@@ -45,11 +47,12 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
 def size_groups(
     config: EngineConfig, groups: list[GroupSpec], free_bytes: Callable[[], int]
 ) -> tuple[list[GroupSpec], str]:
-    """The groups with the blocks that the pool of each gets, the null block included, and what their size follows from.
+    """The groups with the blocks that the pool of each gets, the null block included,
+    and what their size follows from.
 
-    Explicit sizes come first; otherwise a share of the memory that is free now, and no more than max_num_seqs requests
-    of max_model_len tokens can use. free_bytes: tells that share. Raises ConfigError if not even one request of
-    max_model_len fits.
+    Explicit sizes come first; otherwise a share of the memory that is free now, and no more than max_num_seqs
+    requests of max_model_len tokens can use. free_bytes: tells that share. Raises ConfigError if not even one
+    request of max_model_len fits.
     """
     cache, scheduler = config.cache, config.scheduler
     limits = PoolLimits(
@@ -63,7 +66,10 @@ def size_groups(
     elif cache.memory_bytes is not None:
         groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
     else:
-        fitting, enough = fit_pools(groups, free_bytes(), limits)[0].num_blocks, enough_blocks(groups[0], limits)
+        fitting, enough = (
+            fit_pools(groups, free_bytes(), limits)[0].num_blocks,
+            enough_blocks(groups[0], limits),
+        )
         if config.device != "cpu":
             fitting = max(coarse(fitting), min(fitting, needed))
         groups = size_pools(groups, min(fitting, enough), limits)
@@ -71,7 +77,8 @@ def size_groups(
     if groups[0].num_blocks < needed:
         size = total_bytes(size_pools(groups, needed, limits))
         raise ConfigError(
-            f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {groups[0].block_size} tokens ({origin}), "
+            f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {groups[0].block_size} tokens "
+            f"({origin}), "
             f"but one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the "
             f"null block ({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
         )
@@ -79,8 +86,8 @@ def size_groups(
 
 
 def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSpec], str]:
-    """What ``size_groups`` would give a model on this machine, without its weights. On a CUDA device that is more than
-    an engine takes, since nobody knows yet what weights and activations leave.
+    """What ``size_groups`` would give a model on this machine, without its weights. On a CUDA device that is
+    more than an engine takes, since nobody knows yet what weights and activations leave.
 
     Raises ModelError for a model that cannot be served.
     """
@@ -91,12 +98,13 @@ def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSp
 
 
 def pool_text(group: GroupSpec) -> str:
-    """ "full attention in 5 layers: 100 blocks of 64 tokens, 6,400 tokens in 30.0 MiB", or "state in 3 layers: 64
-    states in 2.0 MiB"; the null block is left out."""
+    """ "full attention in 5 layers: 100 blocks of 64 tokens, 6,400 tokens in 30.0 MiB", or "state in 3
+    layers: 64 states in 2.0 MiB"; the null block is left out."""
     blocks, size = group.num_blocks - 1, group.num_blocks * group.block_bytes
     held = f"{blocks:,} blocks of {group.block_size} tokens, {blocks * group.block_size:,} tokens"
     if group.kind == "state":
         held = f"{blocks:,} states"
     return (
-        f"{group.name} in {len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {held} in {size / 2**20:,.1f} MiB"
+        f"{group.name} in {len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {held} in "
+        f"{size / 2**20:,.1f} MiB"
     )

@@ -1,4 +1,5 @@
-"""From a resolved configuration to loaded models: the one that is served, and the one that a drafter guesses with."""
+"""From a resolved configuration to loaded models:
+the one that is served, and the one that a drafter guesses with."""
 
 from __future__ import annotations
 
@@ -29,32 +30,36 @@ from minivllm.worker.model_loader import ModelLoader
 def load_model(
     config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS
 ) -> tuple[Model, Callable[[], None]]:
-    """The model that is served, and what logs how its layers are quantised. Raises ModelError, or ConfigError for a
-    quantisation that cannot be had."""
+    """The model that is served, and what logs how its layers are quantised. Raises ModelError, or ConfigError
+    for a quantisation that cannot be had."""
     return _load(config, facts, config.model_path, config.load_format, others)
 
 
 def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = None) -> Model | None:
-    """The drafter's own model, if it has one: stored, computed and quantised as the target is, whole in the last stage.
-    Raises ModelError."""
+    """The drafter's own model, if it has one:
+    stored, computed and quantised as the target is, whole in the last stage. Raises ModelError."""
     speculative = config.speculative
     if speculative is None or speculative.model_path is None or not (stage is None or stage.is_last):
         return None
     if speculative.eagle_version is not None:
         return _load_head(config, speculative.model_path, speculative.eagle_version, target)
     load_format = "dummy" if config.load_format == "dummy" else "auto"
-    return _load(config, read_model_facts(speculative.model_path, load_format), speculative.model_path, load_format)[0]
+    return _load(
+        config, read_model_facts(speculative.model_path, load_format), speculative.model_path, load_format
+    )[0]
 
 
 def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directory: str) -> None:
-    """Raises ModelError if the safetensors files of a directory are not the weights of this model. Names and shapes are
-    checked; only the first weight is read."""
+    """Raises ModelError if the safetensors files of a directory are not the weights of this model. Names and
+    shapes are checked; only the first weight is read."""
     _loader(facts).check(config, facts, model, directory)
 
 
-def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS) -> tuple[Model, MethodChooser]:
-    """The model without its weights, for which no memory is taken yet, and what chooses how its layers are quantised.
-    others: those that divide it. Raises ModelError for a model that cannot be served.
+def new_model(
+    config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS
+) -> tuple[Model, MethodChooser]:
+    """The model without its weights, for which no memory is taken yet, and what chooses how its layers are
+    quantised. others: those that divide it. Raises ModelError for a model that cannot be served.
     """
     device = torch.device(config.device)
     policy = DevicePolicy.of(device)
@@ -81,7 +86,9 @@ def _load(
 
 
 def _loader(facts: ModelFacts) -> ModelLoader:
-    loader: ModelLoader = import_object("the model's loader", MODEL_IMPLEMENTATIONS[facts.implementation].loader)()
+    loader: ModelLoader = import_object(
+        "the model's loader", MODEL_IMPLEMENTATIONS[facts.implementation].loader
+    )()
     return loader
 
 
@@ -95,7 +102,9 @@ def _load_head(config: EngineConfig, path: str, version: EagleVersion, target: M
     head_config = read_eagle_config(path, version, target.config)
     is_dummy = config.load_format == "dummy"
     tensors = random_tensors(head_config, config.seed) if is_dummy else find_tensors(path, head_config)
-    chooser = MethodChooser(config.quantization, None, target.dtype, DevicePolicy.of(target.device), _compiles(config))
+    chooser = MethodChooser(
+        config.quantization, None, target.dtype, DevicePolicy.of(target.device), _compiles(config)
+    )
     max_model_len = config.scheduler.max_model_len
     head = EagleHead(head_config, tensors, target, max_model_len=max_model_len, choose_method=chooser)
     head.load_weights(tensors.read(target.dtype))

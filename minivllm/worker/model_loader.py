@@ -22,20 +22,30 @@ class ModelLoader(Protocol):
     facts, model: always those of the same implementation.
     """
 
-    def make(self, config: EngineConfig, facts: Any, others: OtherWorkers, settings: Mapping[str, Any]) -> Model:
-        """The model without weights; no memory is allocated for them. settings: arguments that all models take.
+    def make(
+        self, config: EngineConfig, facts: Any, others: OtherWorkers, settings: Mapping[str, Any]
+    ) -> Model:
+        """The model without weights; no memory is allocated for them.
+        settings: arguments that all models take.
 
         Raises ModelError for a model that cannot be served.
         """
 
     def load(
-        self, config: EngineConfig, facts: Any, model: Any, path: str, load_format: str, chooser: MethodChooser
+        self,
+        config: EngineConfig,
+        facts: Any,
+        model: Any,
+        path: str,
+        load_format: str,
+        chooser: MethodChooser,
     ) -> None:
-        """Fill the model from the files at ``path``. load_format: see ``iterate_weights``; "dummy": random weights."""
+        """Fill the model from the files at ``path``.
+        load_format: see ``iterate_weights``; "dummy": random weights."""
 
     def check(self, config: EngineConfig, facts: Any, model: Any, directory: str) -> None:
-        """Raises ModelError unless the safetensors files of a directory are weights of this model. Names and shapes
-        are checked; only the first weight is read."""
+        """Raises ModelError unless the safetensors files of a directory are weights of this model. Names and
+        shapes are checked; only the first weight is read."""
 
 
 class DecoderLoader:

@@ -28,7 +28,14 @@ from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.kv_cache.specs import total_bytes
 from minivllm.linear.methods.method import forget_uncompiled_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
-from minivllm.messages import BlockCopy, EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
+from minivllm.messages import (
+    BlockCopy,
+    EngineRequest,
+    ModelRunnerOutput,
+    PositionLogprobs,
+    SchedulerOutput,
+    TokenMasks,
+)
 from minivllm.models.model import Model
 from minivllm.multimodal.eyes.encoded_images import EncodedImages
 from minivllm.profiling.spans import span, spanned
@@ -58,7 +65,8 @@ class SlotState(Protocol):
 
 
 class ModelRunner:
-    """Owns the KV cache, the persistent batch and the sampling state. Decides nothing: it follows SchedulerOutput."""
+    """Owns the KV cache, the persistent batch and the sampling state.
+    Decides nothing: it follows SchedulerOutput."""
 
     def __init__(
         self,
@@ -78,7 +86,9 @@ class ModelRunner:
         try:
             self.batch = PersistentBatch(limits.max_num_seqs, limits.max_model_len, limits.groups, device)
         except MemoryError:  # its tables are small, unless the cache is beyond all bounds
-            raise too_large(max(group.num_blocks for group in limits.groups), total_bytes(limits.groups)) from None
+            raise too_large(
+                max(group.num_blocks for group in limits.groups), total_bytes(limits.groups)
+            ) from None
         self.sampling_state = SamplingState(limits.max_num_seqs, decoder.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, decoder.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
@@ -99,7 +109,8 @@ class ModelRunner:
         self.use_regions(compiler)
 
     def use_regions(self, compiler: RegionCompiler) -> None:
-        """Run the model by the regions of this compiler from now on, with the attention that goes with them."""
+        """Run the model by the regions of this compiler from now on,
+        with the attention that goes with them."""
         self.compiler = compiler
         forget_uncompiled_copies()
         self.model.use_regions(compiler)
@@ -138,7 +149,9 @@ class ModelRunner:
             for model in self.guessing_models if group == 0 else ():
                 model.copy_blocks(sources, targets)
 
-    def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
+    def execute(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> ModelRunnerOutput:
         """Compute the scheduled tokens and sample where a request reached its last known token.
 
         token_masks: waits for the masks of the step; called when the logits are there.
@@ -151,8 +164,9 @@ class ModelRunner:
     ) -> PendingStep | UnknownTokens:
         """Like execute, but the tokens stay on the device, where a next step may be launched on them at once.
 
-        Waits for the last step's tokens only if what is sampled now depends on them in other ways than through the
-        model, and for its own only if more than tokens is wanted (log-probabilities, drafts, vectors).
+        Waits for the last step's tokens only if what is sampled now depends on them in other ways than
+        through the model, and for its own only if more than tokens is wanted (log-probabilities, drafts,
+        vectors).
         """
         pending = self._newest = PendingStep(self.batch, self.sampling_state, self._newest)
         if self.speculation is not None:
@@ -200,11 +214,14 @@ class ModelRunner:
         if self.speculation is not None:
             output = pending.result()
             with span("draft"):
-                output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
+                output.draft_token_ids = self.speculation.propose(
+                    step.draft_token_ids, output.sampled_token_ids
+                )
         return pending
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
-        """Capture the steps of all buckets. Everything must be compiled, and the cache's null block free to write."""
+        """Capture the steps of all buckets.
+        Everything must be compiled, and the cache's null block free to write."""
         graphs = StepGraphs(
             mode,
             self.model,
@@ -243,10 +260,15 @@ class ModelRunner:
                 pending.output.logprobs[request.data.request_id] = [entry]
 
     def _verify(
-        self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, rows: list[Row], output: ModelRunnerOutput
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        rows: list[Row],
+        output: ModelRunnerOutput,
     ) -> None:
-        """Sample where some rows have drafts: one token each, and one more for every draft that is what the model
-        says."""
+        """Sample where some rows have drafts:
+        one token each, and one more for every draft that is what the model says."""
         drafts = [row.drafts for row in rows]
         verified = verify(self.sampler, self.sampling_state, logits, slots, positions, drafts)
         for row, (token_ids, logprobs) in zip(rows, verified):

@@ -1,4 +1,5 @@
-"""A step that was launched: the device may still be computing it, and the host does not know its tokens yet."""
+"""A step that was launched: the device may still be computing it,
+and the host does not know its tokens yet."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from minivllm.sampling.sampling_state import SamplingState
 class PendingStep:
     """Results of one step, complete once ``result`` was called.
 
-    The next step may be launched before: it reads the tokens on the device. What the host keeps of them (outputs,
-    penalties, bad words) follows with ``result``, in the order of the steps.
+    The next step may be launched before: it reads the tokens on the device. What the host keeps of them
+    (outputs, penalties, bad words) follows with ``result``, in the order of the steps.
     """
 
-    def __init__(self, batch: PersistentBatch, sampling_state: SamplingState, previous: PendingStep | None) -> None:
+    def __init__(
+        self, batch: PersistentBatch, sampling_state: SamplingState, previous: PendingStep | None
+    ) -> None:
         """previous: the step launched before, whose tokens the host has to learn first."""
         self.output = ModelRunnerOutput()
         self._batch, self._sampling_state, self._previous = batch, sampling_state, previous
@@ -28,7 +31,11 @@ class PendingStep:
         self._wait: Callable[[], list[int]] | None = None
 
     def expect(
-        self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, wait: Callable[[], list[int]]
+        self,
+        requests: list[WorkerRequest],
+        slots: np.ndarray,
+        positions: np.ndarray,
+        wait: Callable[[], list[int]],
     ) -> None:
         """One token for each request, at these positions of these slots; ``wait`` returns them when they have
         arrived."""
@@ -49,7 +56,9 @@ class PendingStep:
         token_ids = self._wait()
         self._wait = None
         stays = self._batch.learn_pending(self._requests, self._slots, self._positions, token_ids)
-        sampled = {request.data.request_id: [token_id] for request, token_id in zip(self._requests, token_ids)}
+        sampled = {
+            request.data.request_id: [token_id] for request, token_id in zip(self._requests, token_ids)
+        }
         self.output.sampled_token_ids = sampled
         self._sampling_state.append(self._slots[stays], np.asarray(token_ids)[stays])
         return self.output

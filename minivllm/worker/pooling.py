@@ -17,7 +17,8 @@ POOLED_ROWS = 256
 
 
 class Pooler:
-    """Pools the rows of requests with PoolingParams. Keeps the sums of unfinished means by slot (a SlotState)."""
+    """Pools the rows of requests with PoolingParams.
+    Keeps the sums of unfinished means by slot (a SlotState)."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

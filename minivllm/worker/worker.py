@@ -56,8 +56,8 @@ from minivllm.worker.pending_step import PendingStep
 logger = logging.getLogger(__name__)
 
 WARM_UP_DECODES, WARM_UP_DRAFTS, WARM_UP_CHUNKS = 5, 3, 4
-"""Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region gets the two
-rows that compiling needs."""
+"""Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region
+gets the two rows that compiling needs."""
 
 
 class Worker:
@@ -99,15 +99,21 @@ class Worker:
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
-        scheduler, drafts = self.config.scheduler, getattr(self.config.speculative, "num_speculative_tokens", 0)
-        rows = rounded_capacity((1 + drafts) * max(scheduler.max_num_seqs, 64) + 2)  # at least those of the warm-up
+        scheduler, drafts = (
+            self.config.scheduler,
+            getattr(self.config.speculative, "num_speculative_tokens", 0),
+        )
+        rows = rounded_capacity(
+            (1 + drafts) * max(scheduler.max_num_seqs, 64) + 2
+        )  # at least those of the warm-up
         tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2))
         return RegionCompiler(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
 
     @spanned("load")
     @torch.inference_mode()
     def load_model(self) -> None:
-        """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
+        """Load this worker's weights. Raises ModelError,
+        or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
         self._decoder, log_choices = load_model(self.config, self.facts, self._others)
@@ -156,7 +162,10 @@ class Worker:
     @torch.inference_mode()
     def _profile_step(self) -> None:
         """Run the largest step there can be, on a cache of two blocks, so that its memory can be measured."""
-        scheduler, groups = self.config.scheduler, tuple(replace(group, num_blocks=2) for group in self._new_groups())
+        scheduler, groups = (
+            self.config.scheduler,
+            tuple(replace(group, num_blocks=2) for group in self._new_groups()),
+        )
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
         limits = RunnerLimits(-(-tokens // length), tokens, length, groups)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
@@ -165,7 +174,8 @@ class Worker:
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
     def initialize_pools(self, num_blocks: list[int], block_bytes: list[int]) -> None:
-        """``initialize`` with pools of so many blocks, one number for each KV group. block_bytes: see Executor."""
+        """``initialize`` with pools of so many blocks, one number for each KV group.
+        block_bytes: see Executor."""
         groups = zip(self._new_groups(), num_blocks, strict=True)
         self.initialize([replace(group, num_blocks=count) for group, count in groups], block_bytes)
 
@@ -221,12 +231,20 @@ class Worker:
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         stage = self._others.stage
         return ModelRunner(
-            self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, stage, self._images
+            self._decoder,
+            compiler,
+            limits,
+            self.policy,
+            self._make_attention,
+            self._adapters,
+            stage,
+            self._images,
         )
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
-        """Have all regions compiled, and run one step of decodes and chunks together, then a single decode."""
+        """Have all regions compiled, and run one step of decodes and chunks together,
+        then a single decode."""
         compiler = self._compiler
         if not compiler.enabled:
             return
@@ -246,13 +264,15 @@ class Worker:
 
     def build_progress(self) -> tuple[int, int, bool]:
         """(regions that are built, all regions, whether a process in the background is building)."""
-        is_building = self._compiler.is_building  # asked first: a build that ends in between has left its package
+        is_building = (
+            self._compiler.is_building
+        )  # asked first: a build that ends in between has left its package
         return self._compiler.num_built(), self._compiler.num_regions, is_building
 
     @torch.inference_mode()
     def serve_uncompiled(self) -> bool:
-        """Serve uncompiled until ``change_over``, while another process builds what is missing. False, and nothing has
-        changed, where no other process can do so."""
+        """Serve uncompiled until ``change_over``, while another process builds what is missing. False, and
+        nothing has changed, where no other process can do so."""
         if not self._compiler.is_complete and not self._compiler.build_in_background():
             return False
         self._is_uncompiled = True
@@ -282,8 +302,8 @@ class Worker:
             self.runner.capture_graphs(mode, CudaGraphs())
 
     def _measure_verification(self, config: SpeculativeConfig) -> None:
-        """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it. All stages take part
-        in the steps; the last one, which drafts, takes note."""
+        """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it. All stages
+        take part in the steps; the last one, which drafts, takes note."""
         if config.verification_cost is not None:
             return
         k = min(config.num_speculative_tokens, self.config.scheduler.max_model_len - 2)
@@ -313,7 +333,9 @@ class Worker:
         return time.perf_counter()
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
+    def execute(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> ModelRunnerOutput:
         """Run one step; see ModelRunner.execute."""
         return self.launch(step, token_masks).result()
 
@@ -363,7 +385,8 @@ class Worker:
         """Forget a LoRA adapter that no request uses."""
         self.adapters.unload(name)
 
-    # -- calls through Executor.collective -----------------------------------------------------------------------
+    # -- calls through Executor.collective
+    # -----------------------------------------------------------------------
 
     def adapter_shapes(self) -> dict[str, tuple[int, int]]:
         """[out, in] in the whole model of every linear layer that a LoRA adapter may change, by name."""
@@ -376,18 +399,21 @@ class Worker:
         """
         caches = [tensor for caches in self._caches for cache in caches for tensor in cache]
         return {
-            "weights": sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type),
+            "weights": sum(
+                tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type
+            ),
             "kv_cache": sum(tensor.nbytes for tensor in caches),
             "kv_cache_touched": sum(map(touched_bytes, caches)),
         }
 
     def weight_checksums(self) -> list[float]:
-        """The sum of every weight tensor, in float64: equal lists mean equal weights, but for sheer coincidence."""
+        """The sum of every weight tensor, in float64:
+        equal lists mean equal weights, but for sheer coincidence."""
         return [float(tensor.to_dense().double().sum()) for tensor in self._weights()]
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, and the weights: level 1 moves them to host memory (where they are on a CPU), level 2
-        drops them. LoRA adapters stay. No request may be unfinished."""
+        """Free the KV cache, and the weights: level 1 moves them to host memory (where they are on a CPU),
+        level 2 drops them. LoRA adapters stay. No request may be unfinished."""
         if self._connector is not None:
             self._connector.register_kv_caches(())
         for caches in self._caches:
@@ -407,8 +433,8 @@ class Worker:
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Bring weights and an empty KV cache back. Raises ModelError, and goes on sleeping, if the weights cannot be
-        read again."""
+        """Bring weights and an empty KV cache back.
+        Raises ModelError, and goes on sleeping, if the weights cannot be read again."""
         if self._sleep_level == 2:
             decoder, draft_decoder, adapters = self._decoder, self._draft_decoder, self._adapters
             images = self._images
@@ -436,8 +462,8 @@ class Worker:
     def take_weights_from(self, directory: str | None) -> None:
         """Load the weights from a directory of safetensors files from now on; those that are loaded stay.
 
-        None goes back to where they came from before. Raises ModelError, and changes nothing, if the directory does not
-        hold the weights of this architecture.
+        None goes back to where they came from before. Raises ModelError, and changes nothing, if the
+        directory does not hold the weights of this architecture.
         """
         if directory is None:
             self.config = self._previous_config
@@ -476,7 +502,8 @@ class Worker:
         self._profile = DeviceProfile(directory, self.device)
 
     def stop_profile(self) -> str:
-        """Write what was recorded as a Chrome trace (ui.perfetto.dev opens it); its path. Raises RequestError."""
+        """Write what was recorded as a Chrome trace (ui.perfetto.dev opens it); its path.
+        Raises RequestError."""
         if self._profile is None:
             raise RequestError("No profile is being recorded: start one first.")
         profile, self._profile = self._profile, None

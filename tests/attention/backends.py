@@ -1,4 +1,5 @@
-"""Attention backends over a made-up batch, choosing as a CPU or a GPU likes it, and a kernel for uncompiled ones."""
+"""Attention backends over a made-up batch, choosing as a CPU or a GPU likes it,
+and a kernel for uncompiled ones."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CPU_POLICY, CUDA_POLICY = DevicePolicy(type="cpu"), DevicePolicy(type="cuda", ca
 
 @dataclass(frozen=True, kw_only=True)
 class SmallTiles(DevicePolicy):
-    """Choices of a device whose prompt chunks are cut into small tiles, and read so many keys as one block."""
+    """Choices of a device whose prompt chunks are cut into small tiles,
+    and read so many keys as one block."""
 
     tile_size: int
     together: int = 1
@@ -52,7 +54,10 @@ def uncompiled(region: Region) -> Callable:
 def specs_of(reaches: Sequence[Reach]) -> list[AttentionSpec]:
     """Layers that reach so far."""
     scale = HEAD_DIM**-0.5
-    return [AttentionSpec(r.window, scale, GROUP, r.chunk, None, r.has_sinks, None, r.looks_ahead) for r in reaches]
+    return [
+        AttentionSpec(r.window, scale, GROUP, r.chunk, None, r.has_sinks, None, r.looks_ahead)
+        for r in reaches
+    ]
 
 
 def new_context(
@@ -106,13 +111,15 @@ def listed_attention(
     score_change: Callable[..., Tensor] | None = None,
     kernel_options: object = None,
 ) -> Tensor:
-    """What compiled FlexAttention computes, in plain operations: the listed blocks, and those in partial lists masked
-    by position. (Uncompiled FlexAttention asks the mask alone and would look into the blocks of other requests.)"""
+    """What compiled FlexAttention computes, in plain operations: the listed blocks, and those in partial
+    lists masked by position. (Uncompiled FlexAttention asks the mask alone and would look into the blocks of
+    other requests.)"""
     tiles, heads, rows, _ = q.shape
     blocks, block_size = k_cache.shape[:2]
     group = rows // bounds.high.shape[1]
     low, high = (
-        None if x is None else x[:tiles].repeat_interleave(group, 1)[:, :, None] for x in (bounds.low, bounds.high)
+        None if x is None else x[:tiles].repeat_interleave(group, 1)[:, :, None]
+        for x in (bounds.low, bounds.high)
     )
     assert high is not None
     key = torch.arange(blocks * block_size)
@@ -130,7 +137,9 @@ def listed_attention(
         if count is None or listed is None:
             continue
         is_used = torch.arange(listed.shape[-1]) < count[:, :, 0]
-        is_listed = torch.zeros(tiles, blocks, dtype=torch.int32).scatter_add(1, listed[:, 0, 0].long(), is_used.int())
+        is_listed = torch.zeros(tiles, blocks, dtype=torch.int32).scatter_add(
+            1, listed[:, 0, 0].long(), is_used.int()
+        )
         assert bool((is_listed[:, 1:] < 2).all()), "a block that is listed twice counts twice"
         if sinks is not None:
             is_null = is_listed[:, 0] > 0  # more than once where made-up requests own nothing else
@@ -144,7 +153,9 @@ def listed_attention(
         scores = (scores / soft_cap).tanh() * soft_cap
     head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
     if score_change is not None:
-        scores = score_change(scores, head[:, :, None], high[:, None], key if key.dim() == 1 else key[:, None])
+        scores = score_change(
+            scores, head[:, :, None], high[:, None], key if key.dim() == 1 else key[:, None]
+        )
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[head].expand(tiles, -1, -1)[..., None]], dim=-1)
@@ -152,7 +163,9 @@ def listed_attention(
     return weights @ torch.nan_to_num(v)
 
 
-def attend_to_listed_blocks(q: Tensor, k: Tensor, v: Tensor, *args: Any, block_size: int, **options: Any) -> Tensor:
+def attend_to_listed_blocks(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, block_size: int, **options: Any
+) -> Tensor:
     """``listed_attention`` over k, v [1, kv_heads, blocks * block_size, D]."""
     caches = (copy[0].transpose(0, 1).unflatten(0, (-1, block_size)) for copy in (k, v))
     return listed_attention(q, *caches, *args, **options)

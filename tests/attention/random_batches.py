@@ -1,4 +1,5 @@
-"""Persistent batches of made-up requests over a small pool of blocks, as the scheduler could have left them."""
+"""Persistent batches of made-up requests over a small pool of blocks,
+as the scheduler could have left them."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def random_runs(rng: random.Random, start: int, end: int) -> list[tuple[int, int
 def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -> list[Row]:
     """Enter random requests into an empty ``batch`` and pick a step for them.
 
-    Contexts are random, and about half of the requests share the blocks of a prefix with the one before. Half of the
-    steps have runs that see themselves.
+    Contexts are random, and about half of the requests share the blocks of a prefix with the one before. Half
+    of the steps have runs that see themselves.
     """
     blocks = rng.sample(range(1, shape.num_blocks), shape.num_blocks - 1)
     budget, planned = shape.max_num_batched_tokens, []
@@ -65,7 +66,9 @@ def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -
     for index in range(rng.randint(1, shape.max_num_seqs)):
         if budget == 0:
             break
-        count = 1 if rng.random() < 0.5 else rng.randint(1, min(budget, rng.choice([4, 12, shape.max_model_len])))
+        count = (
+            1 if rng.random() < 0.5 else rng.randint(1, min(budget, rng.choice([4, 12, shape.max_model_len])))
+        )
         start = rng.choice([0, rng.randint(0, shape.max_model_len - count), shape.max_model_len - count])
         needed = -(-(start + count) // shape.block_size)
         shared = 0
@@ -82,7 +85,12 @@ def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -
     batch.apply(SchedulerOutput(new_requests=requests))
     has_runs = rng.random() < 0.5
     return [
-        Row(batch.requests[name], start, count, runs=random_runs(rng, start, start + count) if has_runs else ())
+        Row(
+            batch.requests[name],
+            start,
+            count,
+            runs=random_runs(rng, start, start + count) if has_runs else (),
+        )
         for name, start, count in planned
     ]
 

@@ -1,4 +1,5 @@
-"""What a spec says (window, chunk, soft cap, sinks), against the definitions written with loops in float64."""
+"""What a spec says (window, chunk, soft cap, sinks),
+against the definitions written with loops in float64."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class Tables:
 
 @dataclass
 class Case:
-    """A step of requests with these spans, in blocks that are scattered over the cache. runs: of each span, those that
-    see themselves; none if they are not given."""
+    """A step of requests with these spans, in blocks that are scattered over the cache. runs: of each span,
+    those that see themselves; none if they are not given."""
 
     spans: list[Span]
     spec: AttentionSpec
@@ -69,11 +70,15 @@ class Case:
 
     def __post_init__(self) -> None:
         rows = list(zip(self.spans, self.runs or [[]] * len(self.spans), strict=True))
-        rows.sort(key=lambda row: (row[0][1] > 1, row[0][1] > VERIFY_SIZE or (row[0][1] > 1 and bool(row[1]))))
+        rows.sort(
+            key=lambda row: (row[0][1] > 1, row[0][1] > VERIFY_SIZE or (row[0][1] > 1 and bool(row[1])))
+        )
         self.spans, self.runs = [span for span, _ in rows], [runs for _, runs in rows]
         rng, generator = np.random.default_rng(self.seed), torch.Generator().manual_seed(self.seed)
         group, width = self.spec.query_group, -(-MAX_LENGTH // self.block_size)
-        self.shape = BatchShape(MAX_SEQS, MAX_SEQS * MAX_LENGTH, MAX_LENGTH, self.block_size, MAX_SEQS * width + 2)
+        self.shape = BatchShape(
+            MAX_SEQS, MAX_SEQS * MAX_LENGTH, MAX_LENGTH, self.block_size, MAX_SEQS * width + 2
+        )
         self.k, self.v = (
             [torch.randn(sum(span), self.kv_heads, self.head_dim, generator=generator) for span in self.spans]
             for _ in range(2)
@@ -138,7 +143,11 @@ class Case:
             for query in range(start, start + count):
                 for head in range(self.kv_heads * spec.query_group):
                     kv_head, member = divmod(head, spec.query_group)
-                    total = math.exp(float(self.sinks[head])) if spec.has_sinks and self.sinks is not None else 0.0
+                    total = (
+                        math.exp(float(self.sinks[head]))
+                        if spec.has_sinks and self.sinks is not None
+                        else 0.0
+                    )
                     for key in range(start + count):
                         in_run = any(begin <= query < end and begin <= key < end for begin, end in runs)
                         if key > query and not (spec.looks_ahead and in_run):
@@ -147,7 +156,10 @@ class Case:
                             continue
                         if spec.chunk is not None and query // spec.chunk > key // spec.chunk:
                             continue
-                        score = float(self.q[token, kv_head, member].double() @ k[key, kv_head].double()) * spec.scale
+                        score = (
+                            float(self.q[token, kv_head, member].double() @ k[key, kv_head].double())
+                            * spec.scale
+                        )
                         if spec.soft_cap is not None:
                             score = spec.soft_cap * math.tanh(score / spec.soft_cap)
                         total += math.exp(score)
@@ -216,7 +228,9 @@ def test_the_reference_equals_the_definitions(case: Case) -> None:
 
 @pytest.mark.usefixtures("_on_lists")
 @pytest.mark.parametrize(
-    ("device_type", "in_strips"), [("cpu", False), ("cpu", True), ("cuda", False)], ids=["cpu", "strips", "cuda"]
+    ("device_type", "in_strips"),
+    [("cpu", False), ("cpu", True), ("cuda", False)],
+    ids=["cpu", "strips", "cuda"],
 )
 @torch.inference_mode()
 def test_lists_of_blocks_give_the_definitions_with_the_choices_of_each_device(
@@ -275,7 +289,9 @@ def test_a_chunk_reads_no_block_in_front_of_it(chunk: int) -> None:
     tiles = backend.prepare(case.rows()).parts[0].tiles
     lists = tiles.lists[case.spec.reach]
     read = lists.partial_count[:2].flatten() + lists.full_count[:2].flatten() - 1  # but for that of the sinks
-    blocks = [start // case.block_size - start // chunk * chunk // case.block_size + 1 for start, _ in case.spans]
+    blocks = [
+        start // case.block_size - start // chunk * chunk // case.block_size + 1 for start, _ in case.spans
+    ]
     assert read.tolist() == blocks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
@@ -299,7 +315,9 @@ def test_specs_that_differ_have_lists_by_reach_and_kernels_by_computation() -> N
         EVERYTHING._replace(chunk=8),
         EVERYTHING._replace(window=None, chunk=None, looks_ahead=True),
     ]
-    context = new_context(case.tables, case.shape, specs, compile_region=compile_region, query_group=3, head_dim=8)
+    context = new_context(
+        case.tables, case.shape, specs, compile_region=compile_region, query_group=3, head_dim=8
+    )
     parts = FlexAttention(context).prepare(case.rows()).parts
     assert all(set(part.tiles.lists) == {specs[n].reach for n in (0, 3, 4)} for part in parts)
     kernels = {(region.name, repr(region.constants)) for region in regions}
@@ -312,12 +330,16 @@ def test_specs_that_differ_have_lists_by_reach_and_kernels_by_computation() -> N
 def test_sinks_in_blocks_of_one_token_are_refused() -> None:
     case = Case([(3, 1)], EVERYTHING)
     case.tables.block_size = 1
-    with pytest.raises(ConfigError, match="block_size is 1, but attention sinks need blocks of 2 tokens at least"):
+    with pytest.raises(
+        ConfigError, match="block_size is 1, but attention sinks need blocks of 2 tokens at least"
+    ):
         case.backend(FlexAttention)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@pytest.mark.skipif(
+    cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here"
+)
 @torch.inference_mode()
 def test_packages_on_disk_compute_all_that_a_spec_says(tmp_path: Path) -> None:
     compiler = PackagedRegionCompiler(tmp_path)

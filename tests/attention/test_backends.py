@@ -1,4 +1,5 @@
-"""Backends give what the gathering reference gives, over random mixed batches; and what the seam can carry."""
+"""Backends give what the gathering reference gives, over random mixed batches;
+and what the seam can carry."""
 
 from __future__ import annotations
 
@@ -52,9 +53,12 @@ from tests.attention.random_batches import CPU, BatchShape, block_ids, finish_al
 
 SPECS = specs_of([Reach(None), Reach(9)])
 VARIANTS = [
-    spec._replace(soft_cap=1.5) for spec in specs_of([Reach(9, None, True), Reach(None, 11), Reach(12, 16, True)])
+    spec._replace(soft_cap=1.5)
+    for spec in specs_of([Reach(9, None, True), Reach(None, 11), Reach(12, 16, True)])
 ]
-LOOKING_AHEAD = specs_of([Reach(looks_ahead=True), Reach(9, looks_ahead=True), Reach(20), Reach(11, None, True, True)])
+LOOKING_AHEAD = specs_of(
+    [Reach(looks_ahead=True), Reach(9, looks_ahead=True), Reach(20), Reach(11, None, True, True)]
+)
 SINKS = 2 * torch.randn(KV_HEADS * GROUP, generator=torch.Generator().manual_seed(0))
 VERIFY_SIZE = 4
 SHAPE = BatchShape(max_num_seqs=9, max_model_len=128, block_size=16, num_blocks=76)
@@ -68,14 +72,16 @@ def build(batch: PersistentBatch, rows: Sequence[Row], backend: AttentionBackend
 
 
 def poisoned_cache(batch: PersistentBatch, generator: torch.Generator) -> LayerCache:
-    """NaN wherever no request owns the block; large numbers past the end of each request. The null block has NaN as
-    well, but for the values of its last slot, which are zero."""
+    """NaN wherever no request owns the block; large numbers past the end of each request. The null block has
+    NaN as well, but for the values of its last slot, which are zero."""
     k, v = torch.full((2, SHAPE.num_blocks, SHAPE.block_size, KV_HEADS, HEAD_DIM), torch.nan)
     v[0] = 0.0
     for request in batch.requests.values():
         for cache in (k, v):
             blocks = block_ids(batch, request)
-            cache[blocks] = torch.randn(len(blocks), SHAPE.block_size, KV_HEADS, HEAD_DIM, generator=generator)
+            cache[blocks] = torch.randn(
+                len(blocks), SHAPE.block_size, KV_HEADS, HEAD_DIM, generator=generator
+            )
     return LayerCache(k, v)
 
 
@@ -90,13 +96,16 @@ def spoil_tails(cache: LayerCache, batch: PersistentBatch, ends: dict[str, int])
 def random_step(
     rng: random.Random, generator: torch.Generator, batch: PersistentBatch
 ) -> tuple[list[Row], LayerCache, Tensor]:
-    """Rows of an emptied batch, a cache in which no other blocks may be read, and queries of all their tokens."""
+    """Rows of an emptied batch, a cache in which no other blocks may be read,
+    and queries of all their tokens."""
     finish_all(batch)
     rows = random_rows(rng, SHAPE, batch)
     cache = poisoned_cache(batch, generator)
     ends = {row.request.data.request_id: row.start + row.count for row in rows}
     shared = {block for row in rows for block in block_ids(batch, row.request)[:-1]}
-    own = {name: end for name, end in ends.items() if block_ids(batch, batch.requests[name])[-1] not in shared}
+    own = {
+        name: end for name, end in ends.items() if block_ids(batch, batch.requests[name])[-1] not in shared
+    }
     spoil_tails(cache, batch, own)
     tokens = max(2, sum(row.count for row in rows))
     return rows, cache, torch.randn(tokens, KV_HEADS, GROUP, HEAD_DIM, generator=generator)
@@ -161,15 +170,22 @@ RULES = {
 )
 @torch.inference_mode()
 def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device(
-    policy: Any, in_strips: bool, rule: AttentionRule, specs: Sequence[AttentionSpec], monkeypatch: pytest.MonkeyPatch
+    policy: Any,
+    in_strips: bool,
+    rule: AttentionRule,
+    specs: Sequence[AttentionSpec],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lists, padding and packing, without compiling: the kernel is replaced by plain operations on the same lists."""
+    """Lists, padding and packing, without compiling:
+    the kernel is replaced by plain operations on the same lists."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
     batch = new_batch(SHAPE)
     together = 2 * SHAPE.block_size
     small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4, together=together)
-    context = new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, in_strips=in_strips)
+    context = new_context(
+        batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, in_strips=in_strips
+    )
     backend = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(40):
@@ -180,8 +196,8 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
 
 @pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
 def test_packages_of_attention_serve_every_size(in_strips: bool) -> None:
-    """Tracing raises where it takes a size that varies for a constant; torch.compile would then take over, at every
-    start."""
+    """Tracing raises where it takes a size that varies for a constant;
+    torch.compile would then take over, at every start."""
     regions: list[Region] = []
 
     def collect(region: Region) -> Callable:
@@ -199,14 +215,21 @@ def test_packages_of_attention_serve_every_size(in_strips: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for packages here")
+@pytest.mark.skipif(
+    cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for packages here"
+)
 @torch.inference_mode()
 def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Path) -> None:
     """The first call builds the package that it needs, and no other."""
     compiler = PackagedRegionCompiler(tmp_path / "regions")
     batch, generator, rng = new_batch(SHAPE), torch.Generator().manual_seed(0), random.Random(0)
     context = new_context(
-        batch.groups[0], SHAPE, VARIANTS[:1], compile_region=compiler, min_rows=compiler.min_rows, in_strips=True
+        batch.groups[0],
+        SHAPE,
+        VARIANTS[:1],
+        compile_region=compiler,
+        min_rows=compiler.min_rows,
+        in_strips=True,
     )
     compiled, reference, compared = RowPairs(context, AttentionRule()), SdpaAttention(context), 0
     while compared < 20:
@@ -214,7 +237,9 @@ def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Pat
         cache = laid_in_strips(cache)
         for row in (row for row in rows if row.count == 1):
             one = np.ones(1, dtype=np.int64)
-            step = StepRows(one * row.request.slot, one * row.start, one, num_single=1, num_few=0, num_padded=1)
+            step = StepRows(
+                one * row.request.slot, one * row.start, one, num_single=1, num_few=0, num_padded=1
+            )
             out = compiled.attend(compiled.prepare(step, 0, 1), cache, VARIANTS[0], q[:1], SINKS)
             expected = reference.attend(reference.prepare(step), cache, VARIANTS[0], q[:1], SINKS)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -224,7 +249,9 @@ def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@pytest.mark.skipif(
+    cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here"
+)
 @pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
 @pytest.mark.parametrize(
     ("rule", "specs"),
@@ -308,8 +335,11 @@ class GroupedAttention:
 
 
 @torch.inference_mode()
-def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second group has freed the blocks in front of its window: nothing may read the null block in their place."""
+def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second group has freed the blocks in front of its window:
+    nothing may read the null block in their place."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
     batch = new_batch(SHAPE)

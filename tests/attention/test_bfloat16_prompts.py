@@ -1,4 +1,5 @@
-"""Prompt chunks in bfloat16, compiled: as precise as an attention in float64 whose result is rounded, nearly."""
+"""Prompt chunks in bfloat16, compiled:
+as precise as an attention in float64 whose result is rounded, nearly."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@pytest.mark.skipif(
+    cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here"
+)
 @pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
 @pytest.mark.parametrize("window", [None, 40])
 @torch.inference_mode()
@@ -40,7 +43,9 @@ def test_scores_of_sixty_keep_their_weights(window: int | None, in_strips: bool)
     generator = torch.Generator().manual_seed(0)
     sizes = (end - begin for begin, end in CHUNKS)
     queries = [10 * torch.randn(size, HEADS, GROUP, DIM, generator=generator).bfloat16() for size in sizes]
-    plain = LayerCache(*torch.randn(2, SHAPE.num_blocks, SHAPE.block_size, HEADS, DIM, generator=generator).bfloat16())
+    plain = LayerCache(
+        *torch.randn(2, SHAPE.num_blocks, SHAPE.block_size, HEADS, DIM, generator=generator).bfloat16()
+    )
     order = torch.randperm(SHAPE.num_blocks - 1, generator=generator).to(torch.int32) + 1
     batch = new_batch(SHAPE)
     tables = batch.groups[0]
@@ -50,7 +55,9 @@ def test_scores_of_sixty_keep_their_weights(window: int | None, in_strips: bool)
         tables.block_table.host[slot, :16] = blocks.numpy()
         keys_and_values = q.double(), plain.k.double(), plain.v.double(), blocks, begin
         positions = np.arange(begin, begin + len(q))
-        bounds = Bounds(*(None if x is None else torch.from_numpy(x) for x in bounds_of(positions, spec.reach)))
+        bounds = Bounds(
+            *(None if x is None else torch.from_numpy(x) for x in bounds_of(positions, spec.reach))
+        )
         expected.append(gathered_sdpa_attention(*keys_and_values, bounds=bounds, scale=spec.scale))
     dtypes = dict.fromkeys(("dtype", "query_dtype", "cache_dtype"), torch.bfloat16)
     context = new_context(
@@ -67,7 +74,9 @@ def test_scores_of_sixty_keep_their_weights(window: int | None, in_strips: bool)
     )
     backend = FlexAttention(context)
     starts, ends = np.array(CHUNKS, dtype=np.int64).T
-    step = StepRows(np.arange(2), starts, ends - starts, num_single=0, num_few=0, num_padded=int((ends - starts).sum()))
+    step = StepRows(
+        np.arange(2), starts, ends - starts, num_single=0, num_few=0, num_padded=int((ends - starts).sum())
+    )
     cache = laid_in_strips(plain) if in_strips else plain
     found = backend.attend(backend.prepare(step), cache, spec, torch.cat(queries))
     exact = torch.cat(expected)

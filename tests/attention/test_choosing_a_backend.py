@@ -38,7 +38,9 @@ def answer(model: Path, **arguments: Any) -> list[int]:
 def test_flex_is_compiled_or_else_its_reference() -> None:
     shape = BatchShape()
     batch, specs = new_batch(shape), specs_of([Reach()])
-    context = {compiles: new_context(batch.groups[0], shape, specs, compiles=compiles) for compiles in (True, False)}
+    context = {
+        compiles: new_context(batch.groups[0], shape, specs, compiles=compiles) for compiles in (True, False)
+    }
     flex = find_attention(EngineArgs().attention_backend)
     assert isinstance(flex(context[True]), FlexAttention) and isinstance(flex(context[False]), SdpaAttention)
     assert isinstance(find_attention("sdpa")(context[True]), SdpaAttention)
@@ -66,8 +68,14 @@ def test_an_engine_in_a_process_of_its_own_imports_its_backend(tiny_model: Calla
     ("name", "sentence"),
     [
         ("flesh", r"attention_backend is 'flesh', but must be one of flex, sdpa"),
-        ("no_such_module:Backend", r"attention_backend is 'no_such_module:Backend', which cannot be imported: No mod"),
-        ("minivllm.attention:Nothing", r"which cannot be imported: module 'minivllm\.attention' has no attribute"),
+        (
+            "no_such_module:Backend",
+            r"attention_backend is 'no_such_module:Backend', which cannot be imported: No mod",
+        ),
+        (
+            "minivllm.attention:Nothing",
+            r"which cannot be imported: module 'minivllm\.attention' has no attribute",
+        ),
         ("minivllm.attention:__doc__", r"which must be a function or a class"),
         (":", r"must name a class or an object as 'package\.module:Class'"),
     ],

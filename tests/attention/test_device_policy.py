@@ -21,7 +21,11 @@ def test_a_cpu_attends_in_the_dtype_of_its_cache_and_a_gpu_in_that_of_the_weight
 def test_only_a_cpu_with_products_of_bfloat16_computes_prompts_in_it() -> None:
     policies = DevicePolicy(type="cpu"), DevicePolicy(type="cpu", multiplies_bfloat16=True), CUDA_POLICY
     assert [policy.prompt_attention_dtype(BF16) for policy in policies] == [FP32, BF16, BF16]
-    assert [policy.prompt_attention_dtype(torch.float16) for policy in policies] == [FP32, FP32, torch.float16]
+    assert [policy.prompt_attention_dtype(torch.float16) for policy in policies] == [
+        FP32,
+        FP32,
+        torch.float16,
+    ]
 
 
 @given(st.integers(1, 600))

@@ -11,7 +11,8 @@ from minivllm.attention.lists.key_groups import group_keys
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
-    """Blocks of some requests, of which later ones may begin like earlier ones; where each chunk starts and ends."""
+    """Blocks of some requests, of which later ones may begin like earlier ones;
+    where each chunk starts and ends."""
     tables: list[list[int]] = []
     numbers = iter(range(1, 1000))
     for _ in range(draw(st.integers(1, 4))):
@@ -33,7 +34,9 @@ def test_each_group_is_where_it_is_said_to_be_and_positions_follow_from_slots(
         table[row, : len(blocks)] = blocks
     first = np.zeros(len(tables), dtype=np.int64) if shares else np.array(starts) // keys
     own = np.array(starts) // keys
-    found = group_keys(table, np.array(starts), np.array(ends), first, own, size, block_size, has_null=has_null)
+    found = group_keys(
+        table, np.array(starts), np.array(ends), first, own, size, block_size, has_null=has_null
+    )
     own_places, shared_places, shared_groups = [], [], set()
     for row, (blocks, start, end) in enumerate(zip(tables, starts, ends)):
         used = blocks[: -(-end // block_size)]

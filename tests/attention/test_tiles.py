@@ -60,12 +60,21 @@ class Steps:
     """A step builder and the backend that lists blocks for it, with the choices for a CPU or for a GPU."""
 
     def __init__(
-        self, batch: PersistentBatch, shape: BatchShape, tile_size: int, device_type: str, keys_together: int = 1
+        self,
+        batch: PersistentBatch,
+        shape: BatchShape,
+        tile_size: int,
+        device_type: str,
+        keys_together: int = 1,
     ) -> None:
         tokens = shape.max_num_batched_tokens
-        self._builder = StepInputBuilder(batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU)
+        self._builder = StepInputBuilder(
+            batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU
+        )
         policy = SmallTiles(type=device_type, tile_size=tile_size, together=keys_together)
-        context = new_context(batch.groups[0], shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE)
+        context = new_context(
+            batch.groups[0], shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE
+        )
         self.backend = FlexAttention(context)
 
     def build(self, rows: list[Row]) -> StepInputs:
@@ -80,7 +89,9 @@ def check_tokens(inputs: StepInputs, rows: list[Row], batch: PersistentBatch) ->
         for position in range(row.start, row.start + row.count):
             token_ids.append(data.prompt_token_ids[position])
             positions.append(position)
-            block = int(batch.groups[0].block_table.host[row.request.slot, position // batch.groups[0].block_size])
+            block = int(
+                batch.groups[0].block_table.host[row.request.slot, position // batch.groups[0].block_size]
+            )
             slots.append(block * batch.groups[0].block_size + position % batch.groups[0].block_size)
     padding = max(2, len(positions)) - len(positions)
     assert inputs.num_tokens == len(positions)
@@ -103,10 +114,11 @@ def check_tile(
     block_size: int,
     together: int,
 ) -> None:
-    """The mask over the listed blocks must leave each query exactly the positions it may see, each of them once.
+    """The mask over the listed blocks must leave each query exactly the positions it may see,
+    each of them once.
 
-    table: blocks of the request. partial, full: listed places, of ``together`` blocks each, physical_blocks the blocks
-    there. keys: what the bounds of each query are compared with, by slot.
+    table: blocks of the request. partial, full: listed places, of ``together`` blocks each, physical_blocks
+    the blocks there. keys: what the bounds of each query are compared with, by slot.
     """
 
     def visible(query: int) -> range:
@@ -146,8 +158,11 @@ def listed(lists: TileLists, tile: int) -> tuple[list[int], list[int]]:
     return partial, lists.full_blocks[tile, 0, 0, : int(lists.full_count[tile, 0, 0])].tolist()
 
 
-def check_tiles(steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchShape, batch: PersistentBatch) -> None:
-    """Rows with one token, with few, and with several have their tiles in this order, with exactly their blocks."""
+def check_tiles(
+    steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchShape, batch: PersistentBatch
+) -> None:
+    """Rows with one token, with few, and with several have their tiles in this order,
+    with exactly their blocks."""
     several = max(1, VERIFY_SIZE)
     kinds = [
         [row for row in rows if row.count == 1],
@@ -168,7 +183,9 @@ def check_tiles(steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchS
         check_part(part.tiles, part.kind.size, kind_rows, shape, batch)
         if part.kind.size == 1:
             least = max(2, len(kind_rows))
-            assert part.tiles.num_tiles == next((n for n in steps.backend.decode_batches if n >= least), least)
+            assert part.tiles.num_tiles == next(
+                (n for n in steps.backend.decode_batches if n >= least), least
+            )
     assert next(parts, None) is None
 
 
@@ -179,7 +196,9 @@ def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batc
         for start in range(row.start, row.start + row.count, size)
     ]
     together = 1 if tiles.step_blocks is None else tiles.step_blocks.shape[1]
-    physical = list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.flatten().tolist()
+    physical = (
+        list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.flatten().tolist()
+    )
     slots = np.arange(len(physical) * shape.block_size)
     assert tiles.num_tiles >= max(2, len(spans))
     assert (tiles.kv_position is None) == (tiles.step_blocks is not None)
@@ -292,7 +311,9 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
     assert inputs.slots[0].tolist() == [0] * 24 and inputs.tokens.positions.tolist()[:20] == list(range(20))
 
 
-@pytest.mark.parametrize("module", [interval_bounds, tile_lists, key_groups, pairs], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [interval_bounds, tile_lists, key_groups, pairs], ids=lambda module: module.__name__
+)
 def test_the_examples_of_the_lists_are_what_they_are(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted >= 4 and found.failed == 0
@@ -303,7 +324,8 @@ def test_a_row_that_ends_inside_a_run_that_sees_itself_is_refused() -> None:
     [row, *_] = random_rows(random.Random(1), SHAPE, batch)
     builder = StepInputBuilder(batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, device=CPU)
     sentence = (
-        "Positions 2 to 8 see themselves, but a row of this step ends with position 7. Compute all of them in one step."
+        "Positions 2 to 8 see themselves, but a row of this step ends with position 7. Compute all of them "
+        "in one step."
     )
     with pytest.raises(ValueError, match=sentence):
         builder.build([Row(row.request, 0, 8, runs=[(2, 9)])], 2, lambda rows: None)

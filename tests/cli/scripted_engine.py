@@ -1,6 +1,7 @@
 """An engine without a model, for tests of the command line: it answers from a script, one character per step.
 
-Run as a program it is the ``minivllm`` command on that engine, so that a test can drive it through a terminal.
+Run as a program it is the ``minivllm`` command on that engine,
+so that a test can drive it through a terminal.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class CharacterTokenizer:
 
 
 def echo(prompt: str) -> str:
-    """The last line the user wrote, in capitals; ``forever`` never ends, ``escape`` answers with control characters."""
+    """The last line the user wrote, in capitals;
+    ``forever`` never ends, ``escape`` answers with control characters."""
     question = prompt.removesuffix("\n<assistant>").rpartition("<user>")[2]
     if "forever" in question:
         return "on and " * 10_000
@@ -100,9 +102,13 @@ class ScriptedEngine:
         text = self.tokenizer.decode(ids)
         self.prompts.append(text)
         self.params.append(params)
-        metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids), num_cached_tokens=cached)
+        metrics = RequestMetrics(
+            arrival_time=time.monotonic(), num_prompt_tokens=len(ids), num_cached_tokens=cached
+        )
         metrics.first_scheduled_time = metrics.arrival_time
-        self._running[request_id] = _Running(ids, self.answer(text), params, min(cached, len(ids) - 1), metrics)
+        self._running[request_id] = _Running(
+            ids, self.answer(text), params, min(cached, len(ids) - 1), metrics
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.default_params

@@ -1,4 +1,5 @@
-"""``minivllm bench``: cases and sides are read right, all sides get the same tokens, mistakes get a sentence."""
+"""``minivllm bench``: cases and sides are read right, all sides get the same tokens,
+mistakes get a sentence."""
 
 from __future__ import annotations
 
@@ -63,13 +64,21 @@ def test_prompts_differ_between_runs_and_repetitions_and_are_the_same_for_everyo
 
 
 def test_sides_are_read() -> None:
-    text = ["minivllm,enable_prefix_caching=false,block_size=32,dtype=float32", "transformers,llama.cpp,n=x", "vllm"]
+    text = [
+        "minivllm,enable_prefix_caching=false,block_size=32,dtype=float32",
+        "transformers,llama.cpp,n=x",
+        "vllm",
+    ]
     mine, transformers, llama, vllm = parse_sides(text, parse_peer_pythons(["llama.cpp=/some/python"]))
     assert (mine.engine, mine.arguments) == (
         "minivllm",
         {"dtype": "float32", "enable_prefix_caching": False, "block_size": 32},
     )
-    assert (transformers.name, transformers.arguments, transformers.python) == ("transformers", {}, sys.executable)
+    assert (transformers.name, transformers.arguments, transformers.python) == (
+        "transformers",
+        {},
+        sys.executable,
+    )
     assert (llama.arguments, llama.python) == ({"n": "x"}, "/some/python")
     assert vllm.engine == "vllm"
 
@@ -82,7 +91,14 @@ def test_another_form_of_a_peer_s_python_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "texts",
-    [["tgi"], ["minivllm,eager"], ["transformers,block_size=3"], ["minivllm", "minivllm"], ["a=b"], ["minivllm", ""]],
+    [
+        ["tgi"],
+        ["minivllm,eager"],
+        ["transformers,block_size=3"],
+        ["minivllm", "minivllm"],
+        ["a=b"],
+        ["minivllm", ""],
+    ],
 )
 def test_another_side_is_refused(texts: list[str]) -> None:
     with pytest.raises(ConfigError):
@@ -101,7 +117,11 @@ def test_our_side_gets_room_for_the_benchmark_unless_it_is_told_otherwise() -> N
 
 
 def test_the_room_is_that_of_the_most_demanding_cases() -> None:
-    cases = [parse_case("decode:16:128"), parse_case("prefill:512"), WorkloadCase("fixed:9:100:4", at_a_time=4)]
+    cases = [
+        parse_case("decode:16:128"),
+        parse_case("prefill:512"),
+        WorkloadCase("fixed:9:100:4", at_a_time=4),
+    ]
     assert common_room(cases) == Room(longest=513, running=16, tokens=16 * 192)
 
 
@@ -143,7 +163,9 @@ def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_missing_peer_is_told_with_the_remedy(engine: str) -> None:
     if importlib.util.find_spec({"vllm": "vllm", "llama.cpp": "llama_cpp"}[engine]) is not None:
         pytest.skip(f"{engine} is installed here")
-    with pytest.raises(ConfigError, match=r"not installed: pip install .*, name a Python .* or leave it out of --vs"):
+    with pytest.raises(
+        ConfigError, match=r"not installed: pip install .*, name a Python .* or leave it out of --vs"
+    ):
         check_installed(SideSpec(engine, engine))
 
 
@@ -209,16 +231,25 @@ def test_all_sides_generate_the_same_and_the_figures_are_written(
 
 
 def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[..., Path]) -> None:
-    spec = SideSpec("minivllm", "minivllm", {"enforce_eager": True, "max_model_len": 64, "num_gpu_blocks_override": 9})
+    spec = SideSpec(
+        "minivllm", "minivllm", {"enforce_eager": True, "max_model_len": 64, "num_gpu_blocks_override": 9}
+    )
     spec = SideSpec(spec.name, spec.engine, spec.arguments | {"model": str(tiny_model("llama"))})
-    tasks = [Task([5, 6, 7], 4), Task([5, 6, 7], 4, arrival=0.01, after=0), Task([5] * 70, 4), Task([8], 1, 0.02)]
+    tasks = [
+        Task([5, 6, 7], 4),
+        Task([5, 6, 7], 4, arrival=0.01, after=0),
+        Task([5] * 70, 4),
+        Task([8], 1, 0.02),
+    ]
     with Side(spec) as side:
         answer = side.run(tasks)
         first, second, refused, late = answer.records
         assert first.token_ids == second.token_ids and len(first.times) == 4
         assert second.arrival >= first.times[-1] + 0.01
         assert (
-            refused.error is not None and refused.error.startswith("ContextLengthError: ") and refused.token_ids == []
+            refused.error is not None
+            and refused.error.startswith("ContextLengthError: ")
+            and refused.token_ids == []
         )
         assert late.arrival == 0.02 and late.times[0] >= 0.02 and len(late.token_ids) == 1
         counted = {"kv_peak", "cache_hit_rate", "preemptions", "weight_bytes", "kv_touched_bytes"}
@@ -229,12 +260,19 @@ def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[.
 
 @pytest.mark.slow
 def test_memory_of_workers_in_processes_of_their_own_is_counted(tiny_model: Callable[..., Path]) -> None:
-    arguments = {"model": str(tiny_model("llama")), "enforce_eager": True, "max_model_len": 64, "device": "cpu"}
+    arguments = {
+        "model": str(tiny_model("llama")),
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "device": "cpu",
+    }
     peaks = []
     for size in (1, 2):
         with Side(SideSpec("ours", "minivllm", arguments | {"tensor_parallel_size": size})) as side:
             answer = side.run([Task([5, 6, 7], 4)])
-            [rest] = [figure.samples for figure in memory_figures(answer) if figure.metric == "of it the rest"]
+            [rest] = [
+                figure.samples for figure in memory_figures(answer) if figure.metric == "of it the rest"
+            ]
             assert rest[0] > 0
             peaks.append(answer.peak_bytes)
     assert peaks[1] > 2 * peaks[0]  # the engine core, and two workers
@@ -243,7 +281,19 @@ def test_memory_of_workers_in_processes_of_their_own_is_counted(tiny_model: Call
 def test_roofline_names_every_part_outside_the_model(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--batch", "4", "--steps", "12", "--context", "5", "--prefill", "8", "--repeats", "1", "--enforce-eager"]
+    flags = [
+        "--batch",
+        "4",
+        "--steps",
+        "12",
+        "--context",
+        "5",
+        "--prefill",
+        "8",
+        "--repeats",
+        "1",
+        "--enforce-eager",
+    ]
     flags += ["--probe-mib", "1", "--probe-width", "64", "--kernels"]
     monkeypatch.setenv(COMPILED_TELLS, "0")
     result = CliRunner().invoke(bench_app, ["roofline", str(tiny_model("llama")), *flags])
@@ -258,7 +308,9 @@ def test_kernels_of_compiled_code_have_names_that_can_be_read() -> None:
     assert readable("graph_0_cpp_fused_mul_silu_split_1") == "mul_silu_split_1"
     assert readable("aoti_torch_cpu__linear_pointwise") == "linear_pointwise"
     assert readable("aten::max") == "aten::max"
-    long = readable("graph_0_cpp_fused__to_copy_add_amax_arange_div_exp_index_le_mul_scalar_tensor_select_stack_sub_0")
+    long = readable(
+        "graph_0_cpp_fused__to_copy_add_amax_arange_div_exp_index_le_mul_scalar_tensor_select_stack_sub_0"
+    )
     assert long.startswith("to_copy_add_amax") and long.endswith("ub_0") and len(long) == NAME_CHARS
 
 

@@ -1,4 +1,5 @@
-"""``minivllm bench accuracy``: figures are those of float64 on the same tokens, and mistakes get a sentence."""
+"""``minivllm bench accuracy``: figures are those of float64 on the same tokens,
+and mistakes get a sentence."""
 
 from __future__ import annotations
 
@@ -52,10 +53,17 @@ def test_a_file_is_read_in_windows(word_tokenizer: Path, tmp_path: Path) -> None
         tokenized(model, file, 50)
 
 
-def test_an_engine_that_computes_in_float32_makes_no_error(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_engine_that_computes_in_float32_makes_no_error(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text(PASSAGES[1], encoding="utf-8")
-    settings = ["--engine", "minivllm,enforce_eager=true", "--vs", "minivllm,enforce_eager=true,quantization=int8"]
+    settings = [
+        "--engine",
+        "minivllm,enforce_eager=true",
+        "--vs",
+        "minivllm,enforce_eager=true,quantization=int8",
+    ]
     result = bench(
         "accuracy", str(tiny_model("llama")), *settings, "--dtype", "float32", "--text", str(text), "--window", "100",
         "--json", str(file),
@@ -86,6 +94,8 @@ def test_what_tells_no_probabilities_of_a_text_is_refused(given: list[str], told
 
 
 def test_a_text_that_an_engine_refuses_ends_with_its_sentence(tiny_model: Callable[..., Path]) -> None:
-    result = bench("accuracy", str(tiny_model("llama")), "--engine", "minivllm,enforce_eager=true,max_model_len=64")
+    result = bench(
+        "accuracy", str(tiny_model("llama")), "--engine", "minivllm,enforce_eager=true,max_model_len=64"
+    )
     assert result.returncode == 1
     assert "stopped: The prompt has" in result.stderr and "Traceback" not in result.stderr

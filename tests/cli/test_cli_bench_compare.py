@@ -32,7 +32,9 @@ from minivllm.errors import ModelError, RequestError
 
 
 def measurement(samples: list[float], metric: str = "speed", better: Better = "higher") -> Measurement:
-    return Measurement(case="decode", side="minivllm", metric=metric, unit="tok/s", better=better, samples=samples)
+    return Measurement(
+        case="decode", side="minivllm", metric=metric, unit="tok/s", better=better, samples=samples
+    )
 
 
 def noisy(middle: float, seed: int = 0, count: int = 20) -> list[float]:
@@ -54,7 +56,9 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     comparison = Comparison(
         case="decode", metric="speed", side="a", against="b", ratio=2.0, low=1.5, high=2.5, agreement=0.75
     )
-    report = make_report("model", {"dtype": "auto", "n": 3}, [measurement([1.0, 2.5])], [comparison], ["a note"])
+    report = make_report(
+        "model", {"dtype": "auto", "n": 3}, [measurement([1.0, 2.5])], [comparison], ["a note"]
+    )
     publish(report, OutputOptions(json_file=tmp_path / "r.json"))
     assert read_report(tmp_path / "r.json") == report
     assert report.versions["torch"] and report.machine["cpu"]["usable_cores"] >= 1 and report.created
@@ -122,7 +126,9 @@ def test_noise_is_no_regression(tmp_path: Path) -> None:
 
 def test_the_exit_code_says_whether_something_became_worse(tmp_path: Path) -> None:
     old = written(tmp_path / "a.json", measurement(noisy(100.0)), measurement([0.0], "errors", "lower"))
-    same = written(tmp_path / "b.json", measurement(noisy(100.0, seed=1)), measurement([0.0], "errors", "lower"))
+    same = written(
+        tmp_path / "b.json", measurement(noisy(100.0, seed=1)), measurement([0.0], "errors", "lower")
+    )
     slower = written(tmp_path / "c.json", measurement(noisy(80.0)), measurement([0.0], "errors", "lower"))
     failing = written(tmp_path / "d.json", measurement(noisy(100.0)), measurement([2.0], "errors", "lower"))
     assert run_compare(old, same)[0] == 0
@@ -143,7 +149,10 @@ def test_files_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
 
 def pytest_file(path: Path, **seconds: list[float]) -> Path:
     entries: list[dict[str, Any]] = [
-        {"fullname": f"tests/test_bench.py::{name}", "stats": {"median": sorted(data)[len(data) // 2], "data": data}}
+        {
+            "fullname": f"tests/test_bench.py::{name}",
+            "stats": {"median": sorted(data)[len(data) // 2], "data": data},
+        }
         for name, data in seconds.items()
     ]
     path.write_text(json.dumps({"machine_info": {"cpu": {"brand_raw": "some"}}, "benchmarks": entries}))
@@ -166,7 +175,9 @@ def test_what_pytest_benchmark_really_writes_is_read(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    (tmp_path / "test_it.py").write_text("def test_it(benchmark):\n    benchmark.pedantic(len, args=([],), rounds=5)\n")
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(benchmark):\n    benchmark.pedantic(len, args=([],), rounds=5)\n"
+    )
     command = [
         sys.executable,
         "-m",

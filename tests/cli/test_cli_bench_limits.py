@@ -47,7 +47,9 @@ def test_every_step_reads_all_weights_but_the_embedding(tiny_model: Callable[...
     core, _ = load_core(eager(path))
     decoder = core.executor.worker.runner.decoder  # type: ignore[attr-defined]
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = sum(parameter.numel() * 4 for name, parameter in theirs.named_parameters() if "embed_tokens" not in name)
+    expected = sum(
+        parameter.numel() * 4 for name, parameter in theirs.named_parameters() if "embed_tokens" not in name
+    )
     assert bounds.weight_bytes(decoder) == expected
     config = theirs.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
@@ -91,7 +93,9 @@ def test_the_products_of_a_prefill_are_those_the_engine_computes(tiny_model: Cal
     counted = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if op in products)
     after_attention = mixer.heads * mixer.head_dim + 3 * config.layers[0].mlp.inner
     padding_row = 2 * config.hidden_size * (after_attention + config.vocab_size)
-    assert counted - (bounds.prefill_flops(config, tokens) - triangle) in (0, padding_row), "one row, or padded to two"
+    assert counted - (bounds.prefill_flops(config, tokens) - triangle) in (0, padding_row), (
+        "one row, or padded to two"
+    )
 
 
 def test_a_window_bounds_what_is_read_and_computed(tiny_model: Callable[..., Path]) -> None:
@@ -119,7 +123,9 @@ def test_the_parts_of_what_is_missing_add_up() -> None:
     times = StepTimes(whole=[0.100] * 3, parts={"schedule": [0.010] * 3, "attention": [0.020] * 3})
     note = missing_note(times, weights=80_000_000, kv=20_000_000, machine=machine, complete=True)
     # 100 MB at 2 GB/s are 50 ms of 100; 10 host, 20 - 10 attention, 70 - 40 the rest.
-    assert "Missing are 50 ms: 10 on the host" in note and "10 in attention" in note and "30 in layers" in note
+    assert (
+        "Missing are 50 ms: 10 on the host" in note and "10 in attention" in note and "30 in layers" in note
+    )
     assert "50% of the bound" in decode_note("decode", times, 80_000_000, 20_000_000, machine)
     assert "kernels" in missing_note(times, 80_000_000, 20_000_000, machine, complete=False)
 
@@ -177,11 +183,14 @@ def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_startup_measures_cold_and_warm_and_the_chat(smollm2_path: Path, tmp_path: Path) -> None:
     file = tmp_path / "startup.json"
     result = CliRunner().invoke(
-        bench, ["startup", str(smollm2_path), "--enforce-eager", "--repeats", "1", "--chat", "--json", str(file)]
+        bench,
+        ["startup", str(smollm2_path), "--enforce-eager", "--repeats", "1", "--chat", "--json", str(file)],
     )
     assert result.exit_code == 0, result.exception
     measured = {(one.case, one.metric) for one in read_report(file).measurements}
-    assert {(case, metric) for case in ("cold", "warm") for metric in ("compile", "chat, first output")} <= measured
+    assert {
+        (case, metric) for case in ("cold", "warm") for metric in ("compile", "chat, first output")
+    } <= measured
 
 
 def test_engine_arguments_become_flags_again() -> None:
@@ -194,15 +203,26 @@ def test_engine_arguments_become_flags_again() -> None:
     app = typer.Typer()
     app.command()(show)
     own = ["package.module:One", "package.module:Two"]
-    args = EngineArgs(enforce_eager=True, enable_prefix_caching=False, hf_overrides={"a": 1}, logits_processors=own)
+    args = EngineArgs(
+        enforce_eager=True, enable_prefix_caching=False, hf_overrides={"a": 1}, logits_processors=own
+    )
     result = CliRunner().invoke(app, engine_flags(args))
     assert result.exit_code == 0, result.output
     assert seen == [args]
 
 
-def run_overhead(model: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, list[float]]]:
+def run_overhead(
+    model: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[str, dict[str, list[float]]]:
     """What is printed, and the samples of every part."""
-    small = ["--enforce-eager", "--device=cpu", "--batch=2", "--steps=4", "--context=5", "--num-gpu-blocks-override=9"]
+    small = [
+        "--enforce-eager",
+        "--device=cpu",
+        "--batch=2",
+        "--steps=4",
+        "--context=5",
+        "--num-gpu-blocks-override=9",
+    ]
     report = model / "overhead.json"
     with pytest.raises(SystemExit) as ended:
         main(["bench", "overhead", str(model), *small, *flags, f"--json={report}"])
@@ -250,14 +270,18 @@ def test_peak_memory_counts_the_processes_that_an_engine_has_started() -> None:
     child = "import sys; held = bytearray(b'x') * (60 * 2**20); print(end='!', flush=True); sys.stdin.read()"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     before = peak_memory_bytes()
-    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.read(1) == b"!"
         assert peak_memory_bytes() - before > 60 * 2**20  # a child of a child
         process.stdin.close()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of a process is asked from /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the peak of a process is asked from /proc"
+)
 def test_peak_of_a_process_is_not_that_of_its_parent() -> None:
     child = "from minivllm.bench.sides.side_process import peak_memory_bytes; print(peak_memory_bytes())"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

@@ -62,7 +62,9 @@ def samples(report: Report, metric: str) -> list[list[float]]:
     return [one.samples for one in report.measurements if one.metric == metric]
 
 
-def test_throughput_has_one_latency_per_request_and_one_per_gap(measured: Callable[..., tuple[Report, str]]) -> None:
+def test_throughput_has_one_latency_per_request_and_one_per_gap(
+    measured: Callable[..., tuple[Report, str]],
+) -> None:
     report, text = measured("throughput", "--workload", "fixed:2:9:5", "--repeats", "3")
     for metric, count in (("TTFT", 6), ("TPOT", 6), ("E2E", 6), ("ITL", 24)):
         [values] = samples(report, metric)
@@ -70,21 +72,31 @@ def test_throughput_has_one_latency_per_request_and_one_per_gap(measured: Callab
     assert "ITL" in text and samples(report, "errors") == [[0]]
 
 
-def test_throughput_counts_tokens_hits_and_what_was_shared(measured: Callable[..., tuple[Report, str]]) -> None:
+def test_throughput_counts_tokens_hits_and_what_was_shared(
+    measured: Callable[..., tuple[Report, str]],
+) -> None:
     report, _ = measured(
         "throughput", "--workload", "shared-prefix:4:128:8:4", "--workload", "multi-turn:1:2:70:4",
         "--workload", "poisson:6:200:5:9", "--repeats", "1", "--at-a-time", "8",
     )  # fmt: skip
-    rates = dict(zip([one.case for one in report.measurements if one.metric == "output"], samples(report, "output")))
+    rates = dict(
+        zip([one.case for one in report.measurements if one.metric == "output"], samples(report, "output"))
+    )
     assert list(rates) == ["shared-prefix:4:128:8:4", "multi-turn:1:2:70:4", "poisson:6:200:5:9"]
     assert all(rate[0] > 0 for rate in rates.values())
     hits = {one.case: one.samples for one in report.measurements if one.metric == "prefix cache hits"}
-    assert hits["multi-turn:1:2:70:4"][0] == pytest.approx(64 / (70 + 144)), "one block of the first turn's prompt"
-    assert hits["poisson:6:200:5:9"] == [0.0], "fresh prompts, and every run starts with an empty prefix cache"
+    assert hits["multi-turn:1:2:70:4"][0] == pytest.approx(64 / (70 + 144)), (
+        "one block of the first turn's prompt"
+    )
+    assert hits["poisson:6:200:5:9"] == [0.0], (
+        "fresh prompts, and every run starts with an empty prefix cache"
+    )
     assert [len(values) for values in samples(report, "TTFT")] == [4, 2, 6]
 
 
-def test_a_sweep_has_a_point_for_every_load_and_names_the_knee(measured: Callable[..., tuple[Report, str]]) -> None:
+def test_a_sweep_has_a_point_for_every_load_and_names_the_knee(
+    measured: Callable[..., tuple[Report, str]],
+) -> None:
     report, text = measured("throughput", "--batches", "1,2,3", "--workload", "fixed:9:5:4", "--repeats", "1")
     assert [one.x for one in report.measurements if one.metric == "output"] == [1.0, 2.0, 3.0]
     assert "knee" in text
@@ -102,7 +114,9 @@ def test_a_sweep_has_a_point_for_every_load_and_names_the_knee(measured: Callabl
         (["--rates", "2,1"], "--rates is '2,1', but must be ascending numbers"),
     ],
 )
-def test_another_sweep_is_refused(measured: Callable[..., tuple[Report, str]], flags: list[str], sentence: str) -> None:
+def test_another_sweep_is_refused(
+    measured: Callable[..., tuple[Report, str]], flags: list[str], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         measured("throughput", *flags)
 

@@ -1,5 +1,5 @@
-"""Peers that may not be installed, by stand-ins of their interfaces: each request gets the tokens it should, in batches
-as the peer computes them best, in a Python of its own."""
+"""Peers that may not be installed, by stand-ins of their interfaces: each request gets the tokens it should,
+in batches as the peer computes them best, in a Python of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.bench.rounds import side_processes
-from minivllm.bench.rounds.side_processes import Side, SideSpec, check_installed, hf_directory, openvino_directory
+from minivllm.bench.rounds.side_processes import (
+    Side,
+    SideSpec,
+    check_installed,
+    hf_directory,
+    openvino_directory,
+)
 from minivllm.bench.sides import peers
 from minivllm.bench.sides.drive import Task, drive
 from minivllm.errors import ConfigError, ModelError
@@ -141,10 +147,11 @@ def test_another_python_is_not_given_this_one_s_packages(other_python: str) -> N
 
 
 def cuts_of(ids: list[int]) -> tuple[int, int]:
-    """How often llama.cpp computes for a batch with tokens of these sequences, and how often it must at least.
+    """How often llama.cpp computes for a batch with tokens of these sequences,
+    and how often it must at least.
 
-    Each time it takes the first sequence that is left, and then those whose id is one more than the last one's in the
-    order of the batch, and as many tokens of each as the shortest of them has.
+    Each time it takes the first sequence that is left, and then those whose id is one more than the last
+    one's in the order of the batch, and as many tokens of each as the shortest of them has.
     """
     left = Counter(ids)
     cuts = 0
@@ -161,7 +168,8 @@ def cuts_of(ids: list[int]) -> tuple[int, int]:
 
 
 class FakeLlamaCpp(ModuleType):
-    """llama.cpp's C interface over a model whose next token is the sum of all tokens so far, modulo the vocabulary."""
+    """llama.cpp's C interface over a model whose next token is the sum of all tokens so far,
+    modulo the vocabulary."""
 
     VOCAB, N_BATCH = 50, 8
 
@@ -212,7 +220,9 @@ def test_llama_cpp_is_batched_continuously(monkeypatch: pytest.MonkeyPatch, runn
     fake = FakeLlamaCpp()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.setattr(peers, "BATCH_TOKENS", fake.N_BATCH)
-    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": running, "threads": 1, "gpu_layers": 0})
+    engine = peers.load_llama_cpp(
+        {"path": "m.gguf", "longest": 30, "running": running, "threads": 1, "gpu_layers": 0}
+    )
     tasks = [Task([3, 4], 4), Task(list(range(20)), 3), Task([7], 1), Task([1, 1, 1], 5), Task([2], 2)]
     engine.reset()
     records, _ = drive(engine, tasks)
@@ -227,7 +237,8 @@ def test_llama_cpp_is_batched_continuously(monkeypatch: pytest.MonkeyPatch, runn
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=4, max_size=16))
 def test_llama_cpp_gets_decodes_in_the_order_in_which_it_computes_them_together(lengths: list[int]) -> None:
-    """Whatever order slots became free in: a batch is cut only where the ids of running sequences have a gap."""
+    """Whatever order slots became free in:
+    a batch is cut only where the ids of running sequences have a gap."""
     fake = FakeLlamaCpp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "llama_cpp", fake)
@@ -239,10 +250,14 @@ def test_llama_cpp_gets_decodes_in_the_order_in_which_it_computes_them_together(
     assert all(cuts == at_least for cuts, at_least in fake.cuts)
 
 
-def test_llama_cpp_s_own_way_is_one_batch_of_prompts_and_one_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_s_own_way_is_one_batch_of_prompts_and_one_per_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = FakeLlamaCpp()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": 3, "threads": 1, "gpu_layers": 0})
+    engine = peers.load_llama_cpp(
+        {"path": "m.gguf", "longest": 30, "running": 3, "threads": 1, "gpu_layers": 0}
+    )
     engine.own_way([Task([3, 4], 5)] * 3)
     assert fake.batch_sizes == [6, 3, 3, 3, 3] and {cuts for cuts, _ in fake.cuts} == {1}
     assert fake.caches == {}
@@ -252,7 +267,9 @@ def test_llama_cpp_tells_the_probability_of_every_token_of_a_text(monkeypatch: p
     fake = FakeLlamaCpp()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.setattr(peers, "BATCH_TOKENS", fake.N_BATCH)
-    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": 1, "threads": 1, "gpu_layers": 0})
+    engine = peers.load_llama_cpp(
+        {"path": "m.gguf", "longest": 30, "running": 1, "threads": 1, "gpu_layers": 0}
+    )
     text = [3, 3, 6, 7, 19, 38, 1, 2, 29, 8, 16]
     is_expected = [text[place] == sum(text[:place]) % fake.VOCAB for place in range(1, len(text))]
     assert 0 < sum(is_expected) < len(is_expected)
@@ -273,7 +290,9 @@ def fake_openvino() -> dict[str, ModuleType]:
 
         def read(self) -> dict[int, Any]:
             told, self.echoed = [*self.echoed, self.unread.pop(0)], []
-            return {0: SimpleNamespace(generated_ids=told, generated_log_probs=[-token / 8 for token in told])}
+            return {
+                0: SimpleNamespace(generated_ids=told, generated_log_probs=[-token / 8 for token in told])
+            }
 
     class Pipeline:
         def __init__(self, path: str, scheduler: Any, device: str, properties: dict[str, Any]) -> None:
@@ -358,7 +377,9 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights(
     monkeypatch.setattr(side_processes, "model_cache", lambda: tmp_path / "models")
     made = hf_directory(str(smollm2_path))
     read = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
     with torch.inference_mode():
         ids = torch.arange(20)[None]
         torch.testing.assert_close(read(ids).logits, theirs(ids).logits)

@@ -1,4 +1,5 @@
-"""Sides run in turn: the same repetitions for all, each as often first as last, and started in both orders."""
+"""Sides run in turn: the same repetitions for all, each as often first as last,
+and started in both orders."""
 
 from __future__ import annotations
 
@@ -42,8 +43,12 @@ class FakeSide:
 
 
 @settings(max_examples=30)
-@given(names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True), repeats=st.integers(1, 7))
-def test_every_side_runs_everything_and_no_place_in_the_order_belongs_to_one(names: list[str], repeats: int) -> None:
+@given(
+    names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True), repeats=st.integers(1, 7)
+)
+def test_every_side_runs_everything_and_no_place_in_the_order_belongs_to_one(
+    names: list[str], repeats: int
+) -> None:
     case = parse_case("prefill:7")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "Side", FakeSide)
@@ -58,7 +63,9 @@ def test_every_side_runs_everything_and_no_place_in_the_order_belongs_to_one(nam
     # Each repetition's prompt, and that of each warm-up, once for every side.
     warm_up = tuple(case.tasks(100, -1)[0].prompt)
     prompts = [tuple(case.tasks(100, repetition)[0].prompt) for repetition in range(repeats)]
-    wanted = {(name, prompt): 1 for name in names for prompt in prompts} | {(name, warm_up): starts for name in names}
+    wanted = {(name, prompt): 1 for name in names for prompt in prompts} | {
+        (name, warm_up): starts for name in names
+    }
     assert Counter(FakeSide.ran) == wanted
     # No side came first much more often, over the repetitions, than the side at the other end.
     measured = [name for name, prompt in FakeSide.ran if prompt != warm_up]
@@ -91,7 +98,10 @@ def test_there_is_no_ratio_to_a_peer_that_its_own_way_makes_faster(
     [comparison] = outcome.comparisons
     assert (comparison.calibration, comparison.holds) == (calibration, holds)
     [note] = outcome.notes
-    assert f"vllm, prefill 8: 2 s here, {own_seconds:.3g} s by LLM.generate: {calibration:.1%} of its own speed" in note
+    assert (
+        f"vllm, prefill 8: 2 s here, {own_seconds:.3g} s by LLM.generate: {calibration:.1%} of its own speed"
+        in note
+    )
     assert ("there is no ratio" in note) != holds
     report = make_report("model", {}, outcome.measurements, outcome.comparisons, outcome.notes)
     assert any("not calibrated" in row for row in rows(report)) != holds
@@ -108,7 +118,8 @@ def test_there_is_no_ratio_to_a_peer_that_its_own_way_makes_faster(
 def test_decode_speed_is_that_of_steps_in_which_everybody_decodes(
     batch: int, steps: int, sixteenths: int, arrivals: list[int], prefill: int
 ) -> None:
-    """However long prompts took, and in any order of begins and ends: steps of ``step`` seconds, a token each."""
+    """However long prompts took, and in any order of begins and ends:
+    steps of ``step`` seconds, a token each."""
     step = sixteenths / 16
     first = [prefill + arrivals[index] * step for index in range(batch)]
     records = [Record(times=[begin + n * step for n in range(8 + steps)]) for begin in first]
@@ -117,6 +128,8 @@ def test_decode_speed_is_that_of_steps_in_which_everybody_decodes(
 
 
 def test_a_report_says_the_command_without_where_things_lie_on_one_machine() -> None:
-    command = "bench model --vs vllm --peer-python vllm=/some/python --peer-python=openvino=/other --json a --png=b"
+    command = (
+        "bench model --vs vllm --peer-python vllm=/some/python --peer-python=openvino=/other --json a --png=b"
+    )
     kept = "bench model --vs vllm --peer-python vllm=PYTHON --peer-python=openvino=PYTHON"
     assert recorded_command(command.split()) == kept.split()

@@ -56,7 +56,9 @@ print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 def test_threads_spin_for_a_short_time_unless_the_user_chose_or_it_is_too_late(
     given: dict[str, str], order: str, expected: str
 ) -> None:
-    rest = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    rest = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
     command = [sys.executable, "-c", CHOICE, order]
     done = subprocess.run(command, capture_output=True, text=True, env=rest | given, timeout=60)
     assert done.stdout.strip() == expected, done.stderr

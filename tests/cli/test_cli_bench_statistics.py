@@ -1,4 +1,5 @@
-"""The statistics of benchmarks, judged by numpy and by what must hold; figures, judged by hand-made records."""
+"""The statistics of benchmarks, judged by numpy and by what must hold;
+figures, judged by hand-made records."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_there_is_no_percentile_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "has_p90", "has_p99"), [(9, False, False), (10, True, False), (99, True, False), (100, True, True)]
+    ("count", "has_p90", "has_p99"),
+    [(9, False, False), (10, True, False), (99, True, False), (100, True, True)],
 )
 def test_a_percentile_needs_enough_samples(count: int, has_p90: bool, has_p99: bool) -> None:
     summary = summarize([float(value) for value in range(count)])

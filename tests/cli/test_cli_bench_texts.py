@@ -1,4 +1,5 @@
-"""``minivllm bench model --case text:KIND``: seeded prompts in words, tokens per step, mistakes in a sentence."""
+"""``minivllm bench model --case text:KIND``:
+seeded prompts in words, tokens per step, mistakes in a sentence."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ def test_prompts_follow_from_kind_and_repetition_and_have_room(kind: str) -> Non
 
 
 def test_the_code_to_repair_lacks_nothing_but_colons() -> None:
-    """The judge is Python's own compiler: broken as it is, sound once every line that opens a block has its colon."""
+    """The judge is Python's own compiler:
+    broken as it is, sound once every line that opens a block has its colon."""
     prompt = PROMPTS["repair"](random.Random(0))
     code = prompt.split("```python\n")[1].removesuffix("```")
     with pytest.raises(SyntaxError, match="expected ':'"):
         compile(code, "prompt", "exec")
     opens = ("def ", "for ", "if ", "elif ")
-    lines = [line.rstrip(":") + ":" if line.lstrip().startswith(opens) else line for line in code.splitlines()]
+    lines = [
+        line.rstrip(":") + ":" if line.lstrip().startswith(opens) else line for line in code.splitlines()
+    ]
     compile("\n".join(lines), "repaired", "exec")
 
 
@@ -57,7 +61,9 @@ def test_what_there_is_not_is_refused_before_anything_starts(case: str) -> None:
     assert f"The case {case!r} must be text:KIND" in str(result.exception) and "edit" in str(result.exception)
 
 
-def test_both_engines_are_measured_on_the_same_prompts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_both_engines_are_measured_on_the_same_prompts(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     report = tmp_path / "report.json"
     engine = 'minivllm,enforce_eager=true,speculative_config={"method":"ngram"}'
     flags = ["--engine", engine, "--vs", "minivllm,enforce_eager=true", "--case", "text:story:24"]

@@ -44,7 +44,9 @@ def test_a_workload_follows_from_its_seed_and_repetitions_differ_in_contents_onl
     assert shape(again) == shape(first)
     assert all(one.prompt != other.prompt for one, other in zip(first, again))
     assert all(0 <= token < VOCAB for task in first for token in task.prompt)
-    assert [task.arrival for task in first if task.after is None] == sorted(t.arrival for t in first if t.after is None)
+    assert [task.arrival for task in first if task.after is None] == sorted(
+        t.arrival for t in first if t.after is None
+    )
 
 
 @pytest.mark.parametrize("text", ["random:20:5:30", "poisson:20:10:5:9", "bursts:2:3:0.5:5:9"])
@@ -69,7 +71,9 @@ def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
 
 def test_users_of_a_system_prompt_come_after_the_first_one_and_samples_have_one_prompt() -> None:
     tasks = make_workload("system-prompt:3:16:4:8", VOCAB)
-    assert [task.after for task in tasks] == [None, 0, 0] and len({tuple(task.prompt[:16]) for task in tasks}) == 1
+    assert [task.after for task in tasks] == [None, 0, 0] and len(
+        {tuple(task.prompt[:16]) for task in tasks}
+    ) == 1
     assert len({tuple(task.prompt) for task in tasks}) == 3
     tasks = make_workload("n-samples:2:3:10:4", VOCAB)
     assert [tasks.index(task) for task in tasks] == [0, 0, 0, 3, 3, 3]
@@ -79,7 +83,11 @@ def test_agents_share_their_system_prompt_and_each_continues_its_history() -> No
     tasks = make_workload("agents:2:3:20:10:4", VOCAB)
     assert [task.after for task in tasks] == [None, 0, 1, None, 3, 4]
     assert [len(task.prompt) for task in tasks[:3]] == [30, 44, 58]
-    assert len({tuple(task.prompt[:20]) for task in tasks}) == 1 < len({tuple(task.prompt[:30]) for task in tasks})
+    assert (
+        len({tuple(task.prompt[:20]) for task in tasks})
+        == 1
+        < len({tuple(task.prompt[:30]) for task in tasks})
+    )
     for earlier, later in pairwise(tasks[3:]):
         assert later.prompt[: len(earlier.prompt)] == earlier.prompt
 
@@ -118,7 +126,8 @@ def test_a_rate_replaces_arrivals_but_turns_still_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fixed", "fixed:1:2", "fixed:0:1:1", "fixed:a:1:1", "random:2:9:5", "poisson:2:-1:1:2", "nano-257"]
+    "text",
+    ["", "fixed", "fixed:1:2", "fixed:0:1:1", "fixed:a:1:1", "random:2:9:5", "poisson:2:-1:1:2", "nano-257"],
 )
 def test_another_workload_is_refused_with_the_forms_there_are(text: str) -> None:
     with pytest.raises(ConfigError, match=r"no workload|smaller number first"):

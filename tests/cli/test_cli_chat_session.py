@@ -23,7 +23,9 @@ from tests.cli.scripted_engine import ScriptedEngine
 
 
 def session_with(engine: ScriptedEngine | None = None, **params: object) -> ChatSession:
-    return ChatSession(engine or ScriptedEngine(), "scripted", SamplingParams(**{"max_tokens": None, **params}))
+    return ChatSession(
+        engine or ScriptedEngine(), "scripted", SamplingParams(**{"max_tokens": None, **params})
+    )
 
 
 def ask(session: ChatSession, text: str, interrupt_after: int | None = None) -> Generation:
@@ -54,7 +56,11 @@ def test_system_prompt_comes_first_and_only_if_set() -> None:
     ask(session, "b")
     run_command(session, "/system -")
     ask(session, "c")
-    assert [prompt.startswith("<system>Be brief.\n") for prompt in session.engine.prompts] == [False, True, False]
+    assert [prompt.startswith("<system>Be brief.\n") for prompt in session.engine.prompts] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_an_interrupted_answer_is_aborted_and_its_part_stays_in_the_conversation() -> None:
@@ -105,7 +111,9 @@ def test_a_full_context_is_refused_with_numbers_and_changes_nothing() -> None:
 
 
 def test_a_first_message_that_cannot_fit_is_not_blamed_on_the_conversation() -> None:
-    with pytest.raises(RequestError, match=r"The message takes .* shorten it, or start with a larger --max-model-len"):
+    with pytest.raises(
+        RequestError, match=r"The message takes .* shorten it, or start with a larger --max-model-len"
+    ):
         ask(session_with(ScriptedEngine(max_model_len=16)), "x" * 100)
 
 
@@ -176,7 +184,9 @@ def test_a_saved_conversation_loads_as_it_was(tmp_path: Path) -> None:
         b'{"format":"minivllm-chat-1","model":"m","system":null,"sampling":{},"messages":[{"role":"root","content":1}]}',
     ],
 )
-def test_a_file_that_is_no_saved_chat_is_refused_and_the_session_stays(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_saved_chat_is_refused_and_the_session_stays(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     session = session_with()
@@ -270,7 +280,9 @@ def test_nothing_is_offered_that_no_model_here_can_do() -> None:
         run_command(session, "/image cat.png")
 
 
-def test_stats_tell_how_many_drafts_were_accepted_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_tell_how_many_drafts_were_accepted_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = ScriptedEngine()
     session = session_with(engine)
     assert "speculation" not in run_command(session, "/stats")[0]
@@ -320,7 +332,12 @@ def test_compacting_puts_a_summary_in_place_of_all_but_the_last_exchange() -> No
         ask(session, text)
     before = session.num_context_tokens()
     session.compact(lambda text: None, lambda: False)
-    assert [message.content.split(" ")[0] for message in session.messages] == ["Summarize", "short", "three", "long"]
+    assert [message.content.split(" ")[0] for message in session.messages] == [
+        "Summarize",
+        "short",
+        "three",
+        "long",
+    ]
     assert session.num_context_tokens() < before
     assert session.engine.params[-1].max_tokens == 500
 
@@ -360,7 +377,9 @@ def test_a_file_goes_with_the_next_message_once_and_only_if_it_can_fit(tmp_path:
     with pytest.raises(RequestError, match="not UTF-8 text"):
         run_command(session, f"/read {path}")
     path.write_text("x" * 600)
-    with pytest.raises(RequestError, match=r"has 600 tokens, but of the context's 512 only \d+ are free: /drop or"):
+    with pytest.raises(
+        RequestError, match=r"has 600 tokens, but of the context's 512 only \d+ are free: /drop or"
+    ):
         run_command(session, f"/read {path}")
     with pytest.raises(RequestError, match="only 512 are free: start with a larger --max-model-len"):
         run_command(session_with(), f"/read {path}")
@@ -387,7 +406,9 @@ def test_an_export_is_markdown_and_overwrites_only_exports(tmp_path: Path) -> No
 def test_cached_tokens_show_where_a_server_does_not_tell_its_prefill_speed() -> None:
     metrics = RequestMetrics(arrival_time=1.0, num_prompt_tokens=100)
     metrics.first_token_time = 1.25
-    generation = Generation(metrics=metrics, num_prompt_tokens=100, num_cached_tokens=64, finish_reason="stop")
+    generation = Generation(
+        metrics=metrics, num_prompt_tokens=100, num_cached_tokens=64, finish_reason="stop"
+    )
     assert generation.statistics_line(512) == "TTFT 250 ms · 64 cached · ctx 100/512 · stop: eos"
 
 
@@ -438,7 +459,9 @@ def test_nothing_but_a_chat_of_ones_own_is_overwritten(strange_files: dict[str, 
         if path.endswith("/none"):
             continue
         for command in ("/save", "/export"):
-            with pytest.raises(RequestError, match=r"so it is left alone|Cannot write|no file name|does not exist"):
+            with pytest.raises(
+                RequestError, match=r"so it is left alone|Cannot write|no file name|does not exist"
+            ):
                 run_command(session, f"{command} {path}")
     assert not [path for path in tmp_path.rglob("*.part")]
 

@@ -46,7 +46,8 @@ class Terminal:
         self.process.expect(text)
 
     def expect_prompt(self) -> None:
-        """Wait until the next message can be typed: bracketed paste is turned on, then the cursor is shown."""
+        """Wait until the next message can be typed:
+        bracketed paste is turned on, then the cursor is shown."""
         self.process.expect(re.escape("\x1b[?2004h"))
         self.process.expect(re.escape("\x1b[?25h"))
 

@@ -59,7 +59,9 @@ def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.C
         ("<&- >&- 2>&-", "", 2),
     ],
 )
-def test_closed_and_full_standard_streams_end_in_a_sentence(redirection: str, sentence: str, code: int) -> None:
+def test_closed_and_full_standard_streams_end_in_a_sentence(
+    redirection: str, sentence: str, code: int
+) -> None:
     prompt = "" if redirection.startswith("<") else "-p hello"
     line = f"{shlex.quote(sys.executable)} {shlex.quote(SCRIPT)} generate {prompt} {redirection}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
@@ -111,7 +113,9 @@ def test_every_engine_argument_has_a_flag_under_its_own_name() -> None:
         assert f"--{field.name.replace('_', '-')}" in help_text
 
 
-def test_engine_flags_without_values_are_the_defaults_of_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_flags_without_values_are_the_defaults_of_the_engine_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[EngineArgs] = []
     monkeypatch.setattr(engine_start, "create_engine", lambda args: seen.append(args) or ScriptedEngine())
     monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
@@ -181,7 +185,9 @@ def test_the_model_is_named_by_the_argument_or_by_the_option(
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "serve", "pull", "bench throughput"])
-def test_a_model_named_twice_is_refused_with_both_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_named_twice_is_refused_with_both_names(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code(*command.split(), "smollm2", "--model", "org/name") == 2
     assert "named twice, as smollm2 and as --model org/name: give one of them." in capsys.readouterr().err
 
@@ -189,9 +195,11 @@ def test_a_model_named_twice_is_refused_with_both_names(command: str, capsys: py
 def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngine]) -> None:
     code = exit_code(
         *shlex.split(
-            "chat -p x --temperature 0.1 --top-p 0.5 --top-k 7 --min-p 0.2 --max-tokens 9 --min-tokens 2 --stop a "
+            "chat -p x --temperature 0.1 --top-p 0.5 --top-k 7 --min-p 0.2 --max-tokens 9 --min-tokens 2 "
+            "--stop a "
             "--stop b --stop-regex [0-9]+ "
-            "--stop-token-ids 4 --include-stop-str-in-output --ignore-eos --bad-words w --repetition-penalty 1.1 "
+            "--stop-token-ids 4 --include-stop-str-in-output --ignore-eos --bad-words w --repetition-penalty "
+            "1.1 "
             "--presence-penalty 0.3 --frequency-penalty 0.4 --no-skip-special-tokens"
         )
     )
@@ -223,9 +231,9 @@ def test_the_models_own_sampling_defaults_count_where_it_has_any() -> None:
     own = SamplingParams(temperature=0.6, top_k=20, max_tokens=2048)
     assert model_defaults(ScriptedEngine(default_params=own)) == {"temperature": 0.6, "top_k": 20}
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.1)
-    assert SamplingOptions(top_p=0.5).params(model_defaults(ScriptedEngine(default_params=greedy))) == SamplingParams(
-        temperature=0.0, repetition_penalty=1.1, top_p=0.5
-    )
+    assert SamplingOptions(top_p=0.5).params(
+        model_defaults(ScriptedEngine(default_params=greedy))
+    ) == SamplingParams(temperature=0.0, repetition_penalty=1.1, top_p=0.5)
 
 
 def test_a_one_shot_answer_is_alone_on_stdout_and_its_statistics_on_stderr() -> None:
@@ -272,7 +280,11 @@ def test_generate_fits_its_own_limit_to_the_context_but_not_the_users(engines: l
     assert exit_code("generate", "-p", "abcd", "-p", "ab") == 0
     assert exit_code("generate", "-p", "abcd", "-p", "ab", "--max-model-len", "10") == 0
     assert exit_code("generate", "-p", "abcd", "--max-model-len", "10", "--max-tokens", "9") == 0
-    assert [[params.max_tokens for params in engine.params] for engine in engines] == [[256, 256], [6, 8], [9]]
+    assert [[params.max_tokens for params in engine.params] for engine in engines] == [
+        [256, 256],
+        [6, 8],
+        [9],
+    ]
 
 
 def test_one_refused_prompt_does_not_harm_the_others(
@@ -316,7 +328,11 @@ def test_an_answer_cut_by_the_context_says_so_with_numbers() -> None:
     [
         (["chat", "missing", "-p", "x"], 1, "There is no model 'missing'"),
         (["chat", "-p", ""], 2, "The prompt is empty"),
-        (["chat", "-p", "x", "--max-tokens", "0"], 2, "max_tokens is 0, but must be a whole number of at least 1"),
+        (
+            ["chat", "-p", "x", "--max-tokens", "0"],
+            2,
+            "max_tokens is 0, but must be a whole number of at least 1",
+        ),
         (["chat", "-p", "x", "--temperature", "nan"], 2, "temperature is nan, but must be a finite number"),
         (["chat", "-p", "x", "--temperature", "-1"], 2, "temperature is -1.0, but must be at least 0"),
         (["chat", "-p", "x", "--top-p", "0"], 2, "top_p is 0.0, but must be above 0 and at most 1"),
@@ -347,7 +363,8 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["chta"], ["chat", "--unknown"], ["chat", "-p", "x", "--top-k", "many"], ["chat", "a", "b", "c"]]
+    "arguments",
+    [["chta"], ["chat", "--unknown"], ["chat", "-p", "x", "--top-k", "many"], ["chat", "a", "b", "c"]],
 )
 def test_wrong_usage_exits_with_2_and_no_traceback(arguments: list[str]) -> None:
     result = run(*arguments)
@@ -488,13 +505,20 @@ def test_env_tells_the_pools_that_an_engine_of_this_model_gets(
         assert pool["tokens"] == pool["blocks"] * pool["block_size"]
         assert pool["bytes"] == group.num_blocks * group.block_bytes
         size = f"{pool['blocks']:,} blocks of {pool['block_size']} tokens, {pool['tokens']:,} tokens in "
-        assert size in readable and f"{pool['kind']} in {pool['layers']} layer" in caplog.text and size in caplog.text
+        assert (
+            size in readable
+            and f"{pool['kind']} in {pool['layers']} layer" in caplog.text
+            and size in caplog.text
+        )
 
 
 def test_env_counts_states_where_layers_keep_no_tokens(tiny_model: Callable[..., Path]) -> None:
     model = str(tiny_model("lfm2"))
     pools = json.loads(CliRunner().invoke(app, ["env", model, "--json"]).output)["kv_cache_pools"]["pools"]
-    assert [(pool["kind"], pool["tokens"] is None) for pool in pools] == [("full attention", False), ("state", True)]
+    assert [(pool["kind"], pool["tokens"] is None) for pool in pools] == [
+        ("full attention", False),
+        ("state", True),
+    ]
     readable = CliRunner().invoke(app, ["env", model], env={"COLUMNS": "200"}).output
     assert f"2 layers, {pools[1]['blocks']:,} states in " in readable
 
@@ -507,7 +531,9 @@ def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no C++ compiler" in readable and "install one, or name one in CXX" in readable
 
 
-def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_prints_the_path_and_reports_an_unknown_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code("pull", str(tmp_path)) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
     assert exit_code("pull", "no-such-model") == 1
@@ -516,7 +542,10 @@ def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsy
 
 COMMAND_PATHS = [
     [],
-    *([command] for command in ("chat", "generate", "serve", "pull", "list", "env", "trace", "simulate", "bench")),
+    *(
+        [command]
+        for command in ("chat", "generate", "serve", "pull", "list", "env", "trace", "simulate", "bench")
+    ),
     *(["bench", command.name or ""] for command in bench.registered_commands),
 ]
 
@@ -540,7 +569,9 @@ def test_a_notice_stays_on_the_screen_and_progress_does_not(capsys: pytest.Captu
     assert capsys.readouterr().err == "a notice\n"
 
 
-def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(tiny_model: Callable[..., Path]) -> None:
+def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(
+    tiny_model: Callable[..., Path],
+) -> None:
     model = str(tiny_model("llama"))
 
     def shown(*flags: str) -> str:
@@ -559,7 +590,9 @@ def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(tiny
 
 
 def test_env_shows_the_program_of_a_mixture_in_any_dtype(tiny_model: Callable[..., Path]) -> None:
-    result = CliRunner().invoke(app, ["env", str(tiny_model("qwen3-moe")), "--program"], env={"COLUMNS": "160"})
+    result = CliRunner().invoke(
+        app, ["env", str(tiny_model("qwen3-moe")), "--program"], env={"COLUMNS": "160"}
+    )
     assert result.exit_code == 0 and "ChosenExperts" in result.output
 
 

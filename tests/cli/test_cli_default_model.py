@@ -25,7 +25,14 @@ def minivllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_chat_answers_a_question_and_tells_its_speed(smollm2_path: Path) -> None:
     result = minivllm(
-        "chat", str(smollm2_path), "-p", "What is the capital of France?", "--temperature", "0", "--max-tokens", "32"
+        "chat",
+        str(smollm2_path),
+        "-p",
+        "What is the capital of France?",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "32",
     )
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
@@ -54,7 +61,9 @@ def test_generate_completes_a_batch_as_json(smollm2_path: Path) -> None:
         (["--num-gpu-blocks-override", "2", "--max-model-len", "2048", "-p", "x"], 2, "blocks"),
     ],
 )
-def test_what_cannot_fit_is_one_sentence(smollm2_path: Path, arguments: list[str], code: int, words: str) -> None:
+def test_what_cannot_fit_is_one_sentence(
+    smollm2_path: Path, arguments: list[str], code: int, words: str
+) -> None:
     result = minivllm("chat", str(smollm2_path), "--enforce-eager", *arguments)
     assert result.returncode == code, result.stderr
     assert words in result.stderr

@@ -1,4 +1,5 @@
-"""What people type first works, or the sentence says how: prompts, short names, units, files of flags, short helps."""
+"""What people type first works, or the sentence says how:
+prompts, short names, units, files of flags, short helps."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ def test_built_in_names_may_be_written_in_capitals(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_address_of_a_server_needs_no_scheme() -> None:
-    assert server_root("localhost:8000") == server_root("http://localhost:8000/v1/") == "http://localhost:8000"
+    assert (
+        server_root("localhost:8000") == server_root("http://localhost:8000/v1/") == "http://localhost:8000"
+    )
     with pytest.raises(ConfigError, match=r"must be like http://127\.0\.0\.1:8000"):
         server_root("localhost")
 
@@ -134,7 +137,9 @@ def test_a_model_or_a_prompt_without_a_command_is_told_the_command(
 
 
 def test_other_names_of_commands_lead_to_commands_that_exist() -> None:
-    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    names = {command.name for command in app.registered_commands} | {
+        group.name for group in app.registered_groups
+    }
     assert set(ALIASES.values()) <= names
 
 
@@ -157,10 +162,13 @@ def test_models_on_this_machine_are_listed(
 # a file of flags
 
 
-def test_flags_come_from_a_file_and_the_command_line_comes_first(started: list[EngineArgs], tmp_path: Path) -> None:
+def test_flags_come_from_a_file_and_the_command_line_comes_first(
+    started: list[EngineArgs], tmp_path: Path
+) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
-        "model: org/name\nmax-model-len: 4k\nmax_num_seqs: 3\nenforce-eager: true\nenable-prefix-caching: false\n"
+        "model: org/name\nmax-model-len: 4k\nmax_num_seqs: 3\nenforce-eager: true\nenable-prefix-caching: "
+        "false\n"
         "speculative-config: {method: ngram}\nlogits-processors: ['a:B']\n"
     )
     assert run("chat", "--config", str(file), "--max-num-seqs", "5", "-p", "x") == 0
@@ -183,7 +191,11 @@ def test_flags_come_from_a_file_and_the_command_line_comes_first(started: list[E
     ],
 )
 def test_a_wrong_file_of_flags_gets_a_sentence(
-    started: list[EngineArgs], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, sentence: str
+    started: list[EngineArgs],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | bytes,
+    sentence: str,
 ) -> None:
     file = tmp_path / "flags.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -231,7 +243,10 @@ WHOLE_NUMBER = "is no whole number: write it like 4096, 8k (8,000) or 8K (8,192)
         (["chat", "--url="], "--url is '', but must be like http://127.0.0.1:8000"),
         (["serve", "--host="], "host is '', but must be an address, such as 127.0.0.1"),
         (["serve", "--lora-directory="], "an empty text names no file"),
-        (["serve", "--lora", "a=/nonexistent"], "/nonexistent must be a directory with an adapter_config.json"),
+        (
+            ["serve", "--lora", "a=/nonexistent"],
+            "/nonexistent must be a directory with an adapter_config.json",
+        ),
         (["serve", "--api-key="], "An API key is empty"),
         (["serve", "--served-model-name="], "A served_model_name is empty"),
     ],
@@ -282,4 +297,6 @@ def test_rare_flags_are_flags() -> None:
     words = {word for path in WITH_ENGINE_FLAGS for word in " ".join(help_lines(*path, "--help-all")).split()}
     by_other_names = {"model_option": "--model", "cors_origins": "--cors-origin", "nnodes": "--nnodes"}
     for name in RARE:
-        assert by_other_names.get(name, f"--{name.replace('_', '-')}") in {word.rstrip(",") for word in words}, name
+        assert by_other_names.get(name, f"--{name.replace('_', '-')}") in {
+            word.rstrip(",") for word in words
+        }, name

@@ -1,4 +1,5 @@
-"""Streamed Markdown: every block once, whole, and never drawn over; pyte is the judge of what a terminal shows."""
+"""Streamed Markdown: every block once, whole, and never drawn over;
+pyte is the judge of what a terminal shows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minivllm.cli.terminal.answer_view import Block, BlockSplitter, CodeLine, MarkdownView, PlainView, answer_view
+from minivllm.cli.terminal.answer_view import (
+    Block,
+    BlockSplitter,
+    CodeLine,
+    MarkdownView,
+    PlainView,
+    answer_view,
+)
 from minivllm.cli.terminal.live_text import wrap
 
 wcwidth = pytest.importorskip("wcwidth")
@@ -140,11 +148,21 @@ def test_paragraphs_headings_items_and_lines_of_code_come_as_soon_as_they_are_fi
     assert splitter.finish() == [CodeLine("y", "py", 1)]
 
 
-def test_an_answer_looks_the_same_however_it_is_cut_and_shows_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_looks_the_same_however_it_is_cut_and_shows_every_word_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = shown(ANSWER, monkeypatch)
     assert lines == shown(ANSWER, monkeypatch, size=7) == shown(ANSWER, monkeypatch, size=1000)
     text = "\n".join(lines)
-    for part in ("Title", "bold words\nand a second", " 1 one\n 2 two\n", "nested", "10 ten", 'return "```"', "quoted"):
+    for part in (
+        "Title",
+        "bold words\nand a second",
+        " 1 one\n 2 two\n",
+        "nested",
+        "10 ten",
+        'return "```"',
+        "quoted",
+    ):
         assert text.count(part) == 1, part
     for kept in ("<div>kept</div>", "[1]: http://example.com", "the end", " 1  2"):
         assert text.count(kept) == 1, kept
@@ -185,7 +203,24 @@ def test_a_paragraph_can_be_read_while_it_is_written_and_becomes_markdown_when_i
 WORDS = st.integers(1, 12).map(lambda length: "x" * length)
 MARKUP = st.sampled_from(["{}", "{}", "{}", "**{}**", "`{}`", "*{}*", "漢{}", "{}é🎉"])
 SEPARATORS = st.sampled_from(
-    [" ", " ", " ", " ", " ", " ", " ", "\n", "\n\n", "\n- ", "\n1. ", "\n> ", "\n# ", "\n\n```py\n", "\n```\n", "\n\n"]
+    [
+        " ",
+        " ",
+        " ",
+        " ",
+        " ",
+        " ",
+        " ",
+        "\n",
+        "\n\n",
+        "\n- ",
+        "\n1. ",
+        "\n> ",
+        "\n# ",
+        "\n\n```py\n",
+        "\n```\n",
+        "\n\n",
+    ]
 )
 
 
@@ -272,11 +307,15 @@ def test_rows_hold_all_of_a_line_and_none_is_too_long_or_cut_inside_a_word(line:
     for row, following in pairwise(rows):
         assert wcwidth.wcswidth(row.rstrip(" ")) <= columns
         is_cut = re.search(r"[ab]$", row) and re.match(r"[ab]", following)
-        assert not is_cut or not re.search("[ 漢🎉🔬👍]", row), "a word is cut only if it is longer than a row"
+        assert not is_cut or not re.search("[ 漢🎉🔬👍]", row), (
+            "a word is cut only if it is longer than a row"
+        )
         assert not re.match("[\u0301\u200d\ufe0f🏽]", following) and not row.endswith("\u200d")
 
 
-def test_a_block_that_is_taller_than_the_window_stays_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_taller_than_the_window_stays_as_it_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     window = Watched(monkeypatch, 30, 5)
     words = [f"word{number}" for number in range(60)]
     for word in words:

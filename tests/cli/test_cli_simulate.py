@@ -1,4 +1,5 @@
-"""Simulated engines: times by hand, nothing lost but what dies, fits that give back what they were made from."""
+"""Simulated engines: times by hand, nothing lost but what dies,
+fits that give back what they were made from."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def cluster(num_engines: int = 1, *failures: Failure, budget: int = 64, num_bloc
 
 
 def test_times_are_those_of_the_steps() -> None:
-    """A prompt of 8 tokens, and another one of 4 that comes while the first is computed and joins the second step."""
+    """A prompt of 8 tokens, and another one of 4 that comes while the first is computed and joins the second
+    step."""
     tasks = [Task([1] * 8, 3), Task([2] * 4, 2, arrival=0.5)]
     outcome = run_cluster(cluster(), RoundRobin(), tasks)
     first = 1 + 8 * 0.25
@@ -56,7 +58,9 @@ def test_times_are_those_of_the_steps() -> None:
 
 
 def test_requests_of_one_moment_are_in_one_step() -> None:
-    outcome = run_cluster(cluster(), RoundRobin(), [Task([number] * 4, 1, arrival=1.5) for number in range(3)])
+    outcome = run_cluster(
+        cluster(), RoundRobin(), [Task([number] * 4, 1, arrival=1.5) for number in range(3)]
+    )
     assert [record.times for record in outcome.records] == [[1.5 + 1 + 12 * 0.25]] * 3
 
 
@@ -71,7 +75,12 @@ def test_prompts_are_computed_in_chunks_of_the_budget_and_found_again() -> None:
 
 
 def test_a_death_costs_its_own_requests_and_the_cache() -> None:
-    tasks = [Task([1] * 8, 50), Task([2] * 8, 50), Task([1] * 8, 1, arrival=200.0), Task([3] * 8, 1, arrival=12.0)]
+    tasks = [
+        Task([1] * 8, 50),
+        Task([2] * 8, 50),
+        Task([1] * 8, 1, arrival=200.0),
+        Task([3] * 8, 1, arrival=12.0),
+    ]
     outcome = run_cluster(cluster(2, Failure(0, 10.0, 5.0)), RoundRobin(), tasks)
     lost, kept, late, meanwhile = outcome.records
     assert lost.error == LOST and 0 < len(lost.token_ids) < 50 and max(lost.times) <= 10.0
@@ -84,7 +93,9 @@ def test_a_death_costs_its_own_requests_and_the_cache() -> None:
 @settings(max_examples=40)
 @given(
     num_engines=st.integers(1, 4),
-    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.floats(0, 30)), min_size=1, max_size=20),
+    requests=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 12), st.floats(0, 30)), min_size=1, max_size=20
+    ),
     failures=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 60), st.floats(0, 20)), max_size=3),
     num_blocks=st.sampled_from([14, 30, 200]),
     policy=st.sampled_from([PrefixAffinity, RoundRobin]),
@@ -108,8 +119,13 @@ def test_every_request_ends_once_and_only_deaths_lose_any(
 def hit_rates(num_engines: int) -> dict[str, float]:
     tasks = arrive(make_workload("multi-turn:60:4:64:8", 1000), "poisson:0.05")
     found = {}
-    for name, policy, count in (("prefix", PrefixAffinity(), num_engines), ("round", RoundRobin(), num_engines)):
-        found[name] = run_cluster(replace(cluster(count, num_blocks=5000), step_time=TIME), policy, tasks).hit_rate
+    for name, policy, count in (
+        ("prefix", PrefixAffinity(), num_engines),
+        ("round", RoundRobin(), num_engines),
+    ):
+        found[name] = run_cluster(
+            replace(cluster(count, num_blocks=5000), step_time=TIME), policy, tasks
+        ).hit_rate
     found["one"] = run_cluster(cluster(1, num_blocks=5000), RoundRobin(), tasks).hit_rate
     return found
 
@@ -121,7 +137,8 @@ def test_affinity_finds_nearly_what_one_engine_finds_and_turns_do_not() -> None:
 
 @pytest.mark.parametrize("policy", [PrefixAffinity, RoundRobin])
 def test_two_real_processes_find_what_the_simulated_ones_find(policy: Any) -> None:
-    """One request after the other, in caches that are too small for all: every hit and every eviction is the same."""
+    """One request after the other, in caches that are too small for all:
+    every hit and every eviction is the same."""
     chain = [
         replace(task, after=number - 1 if number else None)
         for number, task in enumerate(make_workload("prefix-groups:7:5:80:20:8", 900))
@@ -134,7 +151,10 @@ def test_two_real_processes_find_what_the_simulated_ones_find(policy: Any) -> No
                 params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True)
                 _ = [one async for one in llm.generate({"prompt_token_ids": task.prompt}, params)]
             each = [stats for stats in await llm.engine_stats() if stats is not None]
-            return [sum(one.prefix_cache_hit_tokens for one in each), *(one.num_computed_tokens for one in each)]
+            return [
+                sum(one.prefix_cache_hit_tokens for one in each),
+                *(one.num_computed_tokens for one in each),
+            ]
 
     simulated = replace(cluster(2, num_blocks=30), block_size=16)
     outcome = run_cluster(simulated, policy(), chain)
@@ -147,7 +167,9 @@ def report_of(time: StepTime, batches: list[int], prompt: int | None, budget: in
     if prompt is not None:
         steps = -(-prompt // budget)
         speeds.append((f"prefill {prompt}", prompt / (steps * time.base + prompt * time.prompt_token)))
-    measurements = [Measurement(case, "minivllm", "speed", "tok/s", "higher", [speed]) for case, speed in speeds]
+    measurements = [
+        Measurement(case, "minivllm", "speed", "tok/s", "higher", [speed]) for case, speed in speeds
+    ]
     facts = {"sides": {"minivllm": {"max_num_batched_tokens": budget}}}
     return make_report("model", facts, measurements)
 
@@ -173,7 +195,9 @@ def run_command(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_compares_policies_and_one_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_policies_and_one_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "report.json"
     code = run_command(
         "--step-ms=20,1.7,2.3", "--workload=multi-turn:12:3:64:8", "--arrivals=poisson:1", "--data-parallel-size=3",
@@ -183,7 +207,11 @@ def test_the_command_compares_policies_and_one_engine(tmp_path: Path, capsys: py
     report = json.loads(path.read_text())
     assert {one["side"] for one in report["measurements"]} == {"prefix", "round_robin", "one engine"}
     assert {one["against"] for one in report["comparisons"]} == {"round_robin"}
-    hits = {one["side"]: one["samples"][0] for one in report["measurements"] if one["metric"] == "prefix cache hits"}
+    hits = {
+        one["side"]: one["samples"][0]
+        for one in report["measurements"]
+        if one["metric"] == "prefix cache hits"
+    }
     assert hits["one engine"] > hits["prefix"] > hits["round_robin"]
     assert "round_robin: prefix cache hits" in capsys.readouterr().out
 
@@ -197,7 +225,11 @@ def test_the_command_compares_scheduling_policies(tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0
     report = json.loads(path.read_text())
-    hits = {one["side"]: one["samples"][0] for one in report["measurements"] if one["metric"] == "prefix cache hits"}
+    hits = {
+        one["side"]: one["samples"][0]
+        for one in report["measurements"]
+        if one["metric"] == "prefix cache hits"
+    }
     assert hits.keys() == {"round_robin, fcfs", "round_robin, response-ratio"}
     assert hits["round_robin, response-ratio"] > 1.5 * hits["round_robin, fcfs"]
 
@@ -212,7 +244,10 @@ def test_the_command_compares_scheduling_policies(tmp_path: Path) -> None:
         (("--step-ms=1,1,1", "--num-blocks=3"), "give it more --num-blocks"),
         (("--step-ms=1,1,1", "--policy=nearest"), "data_parallel_policy is 'nearest'"),
         (("--step-ms=1,1,1", "--scheduling-policy=lifo"), "scheduling_policy is 'lifo'"),
-        (("--check=x", "--scheduling-policy=fcfs", "--scheduling-policy=priority"), "one policy under one load"),
+        (
+            ("--check=x", "--scheduling-policy=fcfs", "--scheduling-policy=priority"),
+            "one policy under one load",
+        ),
         (("--step-ms=1,1,1", "--arrivals=never"), "--arrivals is 'never'"),
         (("--step-ms=1,1,1", "--arrivals=trace", "--rates=1,2"), "--rates and --arrivals exclude each other"),
         (("--step-ms=1,1,1", "--rates=2,1"), "--rates is '2,1'"),
@@ -250,7 +285,9 @@ def test_timed_steps_of_engines_are_those_that_they_take(num_engines: int) -> No
     expected = [time.alone] if num_engines == 1 else [time, time.alone]
     for one, other in zip([found] if num_engines == 1 else [found, found.alone], expected):
         assert one is not None and other is not None
-        assert (one.base, one.prompt_token, one.decode) == pytest.approx((other.base, other.prompt_token, other.decode))
+        assert (one.base, one.prompt_token, one.decode) == pytest.approx(
+            (other.base, other.prompt_token, other.decode)
+        )
 
 
 def test_a_step_takes_longer_while_others_compute() -> None:
@@ -271,7 +308,12 @@ def test_a_check_says_what_was_predicted_and_what_was_measured() -> None:
     slower = SimulatedSide(replace(cluster(), step_time=StepTime(2.0, 0.5, 1.0)))
     [first, *_] = said = verdicts(figures_of(outcome), figures_of_answer(slower.run(tasks)))
     assert first.startswith("TTFT: predicted ") and first.endswith(": 0.48 ×.")
-    assert [one.partition(":")[0] for one in said] == [*COMPARED[:3], "requests", "output", "prefix cache hits"]
+    assert [one.partition(":")[0] for one in said] == [
+        *COMPARED[:3],
+        "requests",
+        "output",
+        "prefix cache hits",
+    ]
 
 
 def test_a_curve_has_a_point_for_every_rate(tmp_path: Path) -> None:
@@ -300,7 +342,9 @@ def test_two_real_engines_are_checked(
     report = json.loads(path.read_text())
     assert {one["side"] for one in report["measurements"]} == {"predicted", "measured"}
     assert report["configuration"]["step_time"]["base"] > 0
-    hits = {one["side"]: one["samples"] for one in report["measurements"] if one["metric"] == "prefix cache hits"}
+    hits = {
+        one["side"]: one["samples"] for one in report["measurements"] if one["metric"] == "prefix cache hits"
+    }
     assert hits["predicted"] == pytest.approx(hits["measured"]) and hits["measured"][0] > 0
     for name in ("TTFT", "ITL", "output"):
         assert f"{name}: predicted " in said

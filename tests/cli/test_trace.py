@@ -19,7 +19,9 @@ PREEMPTING = {"budget": 10, "prompt_lens": [3, 5, 12], "max_tokens": 9, "block_s
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = "import sys; from minivllm.cli.main import main; main(sys.argv[1:])"
-    return subprocess.run([sys.executable, "-c", program, "trace", *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", program, "trace", *arguments], capture_output=True, text=True
+    )
 
 
 def test_the_articles_example_is_reproduced() -> None:
@@ -40,7 +42,9 @@ def test_the_command_prints_json_lines_without_importing_torch() -> None:
     assert lines[-1]["finished"] == ["R3"]
     check = "import sys; from minivllm.cli.trace.command import simulate; "
     check += "list(simulate(budget=4, prompt_lens=[3], max_tokens=2))"
-    assert subprocess.run([sys.executable, "-c", check + "; assert 'torch' not in sys.modules"]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", check + "; assert 'torch' not in sys.modules"]).returncode == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,9 @@ def test_the_command_prints_json_lines_without_importing_torch() -> None:
         (["--perfetto", "/"], "cannot be written"),
     ],
 )
-def test_impossible_flags_give_a_sentence_and_exit_code_2(arguments: list[str], said: str, capsys, monkeypatch) -> None:
+def test_impossible_flags_give_a_sentence_and_exit_code_2(
+    arguments: list[str], said: str, capsys, monkeypatch
+) -> None:
     from minivllm.cli.main import main
 
     with pytest.raises(SystemExit) as end:
@@ -77,7 +83,11 @@ def test_impossible_flags_give_a_sentence_and_exit_code_2(arguments: list[str], 
 def test_few_blocks_show_preemption_and_everyone_finishes() -> None:
     lines = list(simulate(**PREEMPTING))
     assert any("preempted" in line for line in lines)
-    assert sorted(request_id for line in lines for request_id in line.get("finished", [])) == ["R1", "R2", "R3"]
+    assert sorted(request_id for line in lines for request_id in line.get("finished", [])) == [
+        "R1",
+        "R2",
+        "R3",
+    ]
 
 
 def test_a_prompt_that_does_not_fit_beside_the_others_waits_instead_of_starting_again_and_again() -> None:
@@ -86,7 +96,15 @@ def test_a_prompt_that_does_not_fit_beside_the_others_waits_instead_of_starting_
 
 
 def test_huge_counts_are_left_out_of_the_picture_and_exact_in_json() -> None:
-    flags = ["trace", "--prompt-lens", "1000000," + "1," * 500 + "20000", "--budget", "20000", "--max-tokens", "2"]
+    flags = [
+        "trace",
+        "--prompt-lens",
+        "1000000," + "1," * 500 + "20000",
+        "--budget",
+        "20000",
+        "--max-tokens",
+        "2",
+    ]
     lines = [json.loads(line) for line in CliRunner().invoke(app, flags).output.splitlines()]
     assert sum(line["num_scheduled_tokens"].get("R1", 0) for line in lines) == 1_000_001
     strip = CliRunner().invoke(app, [*flags, "--plot"]).output.splitlines()
@@ -122,7 +140,9 @@ def test_priorities_and_arrivals_decide_the_order() -> None:
 
 def test_the_threshold_caps_every_request() -> None:
     assert all(
-        count <= 4 for line in simulate(**ARTICLE, threshold=4) for count in line["num_scheduled_tokens"].values()
+        count <= 4
+        for line in simulate(**ARTICLE, threshold=4)
+        for count in line["num_scheduled_tokens"].values()
     )
 
 
@@ -163,12 +183,16 @@ def test_what_a_preempted_request_had_comes_back_from_a_second_tier_after_so_man
     again = [line["num_scheduled_tokens"] for line in lines[lines.index(lines[-1]) - 3 :]]
     assert again == [{"R2": 1}] * 4
     recomputed = sum(sum(line["num_scheduled_tokens"].values()) for line in simulate(**LOADING))
-    assert sum(sum(line["num_scheduled_tokens"].values()) for line in lines) == recomputed - 4, "one block was lost"
+    assert sum(sum(line["num_scheduled_tokens"].values()) for line in lines) == recomputed - 4, (
+        "one block was lost"
+    )
 
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
 def test_without_colours_signs_tell_prompts_decodes_and_preemptions_apart(variables: dict[str, str]) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in PREEMPTING.items() if isinstance(value, int)]
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in PREEMPTING.items() if isinstance(value, int)
+    ]
     flags.append("--prompt-lens=" + ",".join(map(str, PREEMPTING["prompt_lens"])))
     output = CliRunner().invoke(app, ["trace", "--plot", *flags], env=variables).output
     *rows, _, legend = output.splitlines()
@@ -218,7 +242,8 @@ def test_a_picture_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 def test_steps_travel_through_the_stages_of_a_pipeline() -> None:
-    """Every stage computes each step one tick behind the stage before, and what is finished comes from the last one."""
+    """Every stage computes each step one tick behind the stage before,
+    and what is finished comes from the last one."""
     alone = {"prompt_lens": [3], "max_tokens": 2}
     assert [line["stages"] for line in simulate(**alone, pp=3)] == [
         [0, None, None],
@@ -254,7 +279,10 @@ def test_every_worker_has_a_row_in_perfetto_and_a_line_in_the_picture(tmp_path: 
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert len(names) == 5 and names[1] == "scheduler"
-    busy = {pid: [(e["args"]["step"], e["ts"]) for e in events if e["pid"] == pid and e["ph"] == "X"] for pid in names}
+    busy = {
+        pid: [(e["args"]["step"], e["ts"]) for e in events if e["pid"] == pid and e["ph"] == "X"]
+        for pid in names
+    }
     assert busy[2] == busy[3] and busy[4] == busy[5] == [(step, ts + 1000) for step, ts in busy[2]]
 
 
@@ -264,7 +292,16 @@ def test_too_many_workers_are_refused() -> None:
             Workload(**{name: 0})
 
 
-FAMILIES = ["--prompt-lens", "40,40,40,60", "--prefix-len", "32", "--families", "1,1,2,2", "--block-size", "8"]
+FAMILIES = [
+    "--prompt-lens",
+    "40,40,40,60",
+    "--prefix-len",
+    "32",
+    "--families",
+    "1,1,2,2",
+    "--block-size",
+    "8",
+]
 
 
 def test_the_prefix_cache_is_drawn_as_a_tree() -> None:
@@ -284,7 +321,11 @@ def test_the_prefix_cache_is_drawn_as_a_tree() -> None:
     assert [line.lstrip("│├└─ ") for line in done.stdout.splitlines()] == [
         "prefix cache",
         *("32 tokens, 4 blocks, 2 requests", "8 tokens, 1 block, 1 request", "8 tokens, 1 block, 1 request"),
-        *("32 tokens, 4 blocks, 2 requests", "8 tokens, 1 block, 1 request", "24 tokens, 3 blocks, 1 request"),
+        *(
+            "32 tokens, 4 blocks, 2 requests",
+            "8 tokens, 1 block, 1 request",
+            "24 tokens, 3 blocks, 1 request",
+        ),
     ]
 
 

@@ -14,7 +14,11 @@ from minivllm.messages import KVTransferStats, PoolStats, SchedulerStats
 def filled(kind: type, step: int) -> dict[str, Any]:
     """A number of its own for every field that counts."""
     hints = msgspec.structs.fields(kind)
-    return {field.name: step * (place + 1) + place for place, field in enumerate(hints) if field.type in (int, float)}
+    return {
+        field.name: step * (place + 1) + place
+        for place, field in enumerate(hints)
+        if field.type in (int, float)
+    }
 
 
 def stats_of(step: int, positions: list[int]) -> SchedulerStats:
@@ -45,7 +49,10 @@ def test_every_count_of_all_engines_is_summed_and_shares_are_means() -> None:
         if name != "block_bytes":
             assert getattr(tier, name) == sum(getattr(one.kv_transfer[0], name) for one in ones), name
     assert (tier.tier, tier.block_bytes, tier.loads_within) == ("host", 100, [(0.1, 4), (1.0, 8)])
-    assert msgspec.convert(combine("stats", [msgspec.to_builtins(one) for one in ones]), SchedulerStats) == together
+    assert (
+        msgspec.convert(combine("stats", [msgspec.to_builtins(one) for one in ones]), SchedulerStats)
+        == together
+    )
     assert sum_stats([ones[0]]) == ones[0]
 
 

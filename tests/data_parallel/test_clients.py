@@ -1,4 +1,5 @@
-"""Several mock engine processes behind one frontend: streams, calls to all, and deaths that cost their own requests."""
+"""Several mock engine processes behind one frontend:
+streams, calls to all, and deaths that cost their own requests."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ from tests.patience import ERROR_SECONDS, spare_seconds
 
 def connector(model: str = "mock", size: int = 2, **arguments: Any) -> Callable[[], EngineConnection]:
     args = EngineArgs(model=model, data_parallel_size=size, **arguments)
-    return partial(EngineConnection, args, COMMAND, environment=share_of_cores(args.data_parallel_size), wait=False)
+    return partial(
+        EngineConnection, args, COMMAND, environment=share_of_cores(args.data_parallel_size), wait=False
+    )
 
 
 def client_of(
@@ -87,7 +90,9 @@ def test_streams_get_their_own_tokens_and_both_engines_work() -> None:
     async def test() -> None:
         async with running() as llm:
             assert llm.config.scheduler.max_num_seqs == 2 * 16
-            results = await asyncio.gather(*(collect(llm.generate(ids(n, n), params(20))) for n in range(2, 60)))
+            results = await asyncio.gather(
+                *(collect(llm.generate(ids(n, n), params(20))) for n in range(2, 60))
+            )
             for n, (token_ids, _) in enumerate(results, start=2):
                 assert token_ids == expected_tokens([n, n], 20)
             _, last = await collect(llm.generate(ids(5, 6), params(9, OutputKind.CUMULATIVE, n=4)))
@@ -134,7 +139,8 @@ def test_a_conversation_finds_its_blocks_and_round_robin_does_not() -> None:
             return (await llm.stats()).prefix_cache_hit_tokens
 
     async def test() -> None:
-        # Turn t finds the prompt of the turn before and all but the last token of its answer, but for a short end.
+        # Turn t finds the prompt of the turn before and all but the last token of its answer,
+        # but for a short end.
         ends = [100 + 21 * turn - 1 - 1 for turn in (1, 2, 3)]
         found = sum(end if end % 16 >= MIN_COPIED_TOKENS else end // 16 * 16 for end in ends)
         assert await hits(PrefixAffinity()) == 3 * found
@@ -195,7 +201,10 @@ def test_a_killed_engine_costs_its_own_requests_and_returns(caplog: pytest.LogCa
             client = engines_of(llm)
             streams = [llm.generate(ids(n), params(150)) for n in range(2, 10)]
             begun = [await anext(stream) for stream in streams]
-            owners = {one.engine_request.prompt_token_ids[0]: 0 for one in client._router.engines[0].requests.values()}
+            owners = {
+                one.engine_request.prompt_token_ids[0]: 0
+                for one in client._router.engines[0].requests.values()
+            }
             assert len(owners) == 4
             killed = time.monotonic()
             os.kill(client.pids[0], signal.SIGKILL)
@@ -210,7 +219,10 @@ def test_a_killed_engine_costs_its_own_requests_and_returns(caplog: pytest.LogCa
                 return None
 
             after = await asyncio.gather(
-                *(finish(n, *one) for n, one in enumerate(zip(streams, (o.outputs[0].token_ids for o in begun)), 2))
+                *(
+                    finish(n, *one)
+                    for n, one in enumerate(zip(streams, (o.outputs[0].token_ids for o in begun)), 2)
+                )
             )
             seconds = [one for one in after if one is not None]
             assert len(seconds) == 4 and max(seconds) < ERROR_SECONDS + spare_seconds()
@@ -292,7 +304,12 @@ def test_engines_that_all_die_are_started_again() -> None:
             with pytest.raises(EngineLostError, match="the model has a fever"):
                 await collect(llm.generate(ids(RAISE), params(5)))
             if engines_of(llm).num_up == 0:
-                for use in (waiting, collect(llm.generate(ids(5), params(2))), llm.stats(), llm.check_health()):
+                for use in (
+                    waiting,
+                    collect(llm.generate(ids(5), params(2))),
+                    llm.stats(),
+                    llm.check_health(),
+                ):
                     with pytest.raises(EngineLostError):
                         await use
             assert not llm.is_dead
@@ -304,7 +321,9 @@ def test_engines_that_all_die_are_started_again() -> None:
     run(test)
 
 
-def test_it_is_the_end_when_all_engines_have_died_and_none_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_end_when_all_engines_have_died_and_none_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
 
     async def test() -> None:
@@ -414,7 +433,9 @@ def test_the_pause_before_a_start_doubles_up_to_a_minute_and_a_long_life_ends_it
 
 
 @pytest.mark.parametrize("when", [pytest.param("serving", marks=pytest.mark.slow), "starting again"])
-def test_closing_leaves_no_process_and_no_directory(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_leaves_no_process_and_no_directory(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -483,7 +504,9 @@ def test_a_list_of_prompts_is_shared_and_comes_back_in_order() -> None:
     with offline() as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=9)
         outputs = llm.generate([ids(n, n) for n in range(2, 60)], greedy, use_tqdm=False)
-        assert [one.outputs[0].token_ids for one in outputs] == [expected_tokens([n, n], 9) for n in range(2, 60)]
+        assert [one.outputs[0].token_ids for one in outputs] == [
+            expected_tokens([n, n], 9) for n in range(2, 60)
+        ]
         stats = llm.llm_engine.stats()
         assert stats.num_running == 0 and stats.num_computed_tokens == 58 * (2 + 8)
         assert llm.llm_engine.reset_prefix_cache()
@@ -506,7 +529,9 @@ def test_offline_a_death_fails_its_own_prompts_and_only_the_last_one_is_the_end(
         for place, (one, prompt) in enumerate(zip(outputs, (5, 6, RAISE, 8))):
             if place in failed:
                 assert one.outputs[0].finish_reason == "error"
-                assert re.match("The engine that worked on this request has died: .*fever", str(one.error), re.DOTALL)
+                assert re.match(
+                    "The engine that worked on this request has died: .*fever", str(one.error), re.DOTALL
+                )
             else:
                 assert one.outputs[0].token_ids == expected_tokens([prompt], 100)
         assert wait_until(lambda: client.pids != pids and len(client._client._router.up) == 2)

@@ -23,7 +23,8 @@ def opened(size: int) -> Iterator[list[EngineSeat]]:
 
 
 class MadeUpEngine:
-    """An engine whose steps end when all engines have begun them. requests: steps that its own requests still need."""
+    """An engine whose steps end when all engines have begun them.
+    requests: steps that its own requests still need."""
 
     def __init__(self, seat: EngineSeat) -> None:
         self.lockstep, self._bell = Lockstep(seat), seat.bells[seat.rank]
@@ -42,7 +43,8 @@ class MadeUpEngine:
             return False
 
     def turn(self, most: int) -> bool:
-        """One turn of the busy loop; False if there is nothing to do. most: steps that all engines have begun."""
+        """One turn of the busy loop; False if there is nothing to do.
+        most: steps that all engines have begun."""
         if self.in_flight:
             self.in_flight = self.begun > most
             return not self.in_flight
@@ -61,8 +63,8 @@ class MadeUpEngine:
 def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
     size: int, events: list[tuple[int, int]]
 ) -> None:
-    """events: an engine, and the steps that a request needs which arrives there, or 0 for a turn of its loop, which may
-    come while others go to sleep. Who sleeps goes on only when it is woken."""
+    """events: an engine, and the steps that a request needs which arrives there, or 0 for a turn of its loop,
+    which may come while others go to sleep. Who sleeps goes on only when it is woken."""
     with opened(size) as seats:
         engines = [MadeUpEngine(seat) for seat in seats]
         sleeping, total = set[int](), 0

@@ -1,4 +1,5 @@
-"""Two real engines with a tiny model: the tokens of one, a server with an official client, adapters and new weights."""
+"""Two real engines with a tiny model:
+the tokens of one, a server with an official client, adapters and new weights."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 40,
     "block_size": 16,
 }
-ENDLESS: dict[str, Any] = {"model": "tiny", "max_tokens": 240, "stream": True, "extra_body": {"ignore_eos": True}}
+ENDLESS: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 240,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 def prompts_and_params() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
@@ -86,7 +92,12 @@ def engines_of(server: ServedCore) -> AsyncDataParallelClient:
 def metric(server: ServedCore, name: str) -> list[float]:
     """A metric of both engines, as Prometheus reads it."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-    samples = {one.labels["engine"]: one.value for f in families for one in f.samples if one.name == f"minivllm_{name}"}
+    samples = {
+        one.labels["engine"]: one.value
+        for f in families
+        for one in f.samples
+        if one.name == f"minivllm_{name}"
+    }
     return [samples[str(index)] for index in range(2)]
 
 
@@ -127,11 +138,15 @@ def test_offline_two_engines_give_the_tokens_of_one(tiny_model: Callable[..., Pa
         assert len(held) == 2 and held[0]["weights"] == held[1]["weights"]
 
 
-def test_official_clients_are_served_by_both(server: ServedCore, client: openai.OpenAI, args: EngineArgs) -> None:
+def test_official_clients_are_served_by_both(
+    server: ServedCore, client: openai.OpenAI, args: EngineArgs
+) -> None:
     prompts = [[9 + number] * 20 for number in range(6)]
     answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=9, temperature=0)
     for prompt, choice in zip(prompts, answer.choices):
-        alone = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0, stream=True)
+        alone = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=9, temperature=0, stream=True
+        )
         assert "".join(chunk.choices[0].text for chunk in alone) == choice.text
     assert min(metric(server, "engine_steps_total")) > 5
     assert sum(metric(server, "prefix_cache_hits_total")) >= 6 * 16
@@ -191,8 +206,13 @@ def test_a_killed_engine_is_told_to_its_callers_within_a_second_and_the_server_s
             ) as raised:
                 for _ in stream:
                     pass
-            assert time.monotonic() - killed < ERROR_SECONDS + spare_seconds() and raised.value.code == "engine_lost"
-    assert httpx.get(f"{server.url}/ready").status_code == httpx.get(f"{server.url}/health").status_code == 200
+            assert (
+                time.monotonic() - killed < ERROR_SECONDS + spare_seconds()
+                and raised.value.code == "engine_lost"
+            )
+    assert (
+        httpx.get(f"{server.url}/ready").status_code == httpx.get(f"{server.url}/health").status_code == 200
+    )
     for number, stream in enumerate(streams):
         if 20 + number not in victims:
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
@@ -276,7 +296,9 @@ def test_the_command_ends_with_all_its_engines(
                 for number in range(2):
                     command.wait_for(f"Engine {number} serves again")
                 children += psutil.Process(command.process.pid).children(recursive=True)
-                streams = [client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)]
+                streams = [
+                    client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)
+                ]
                 assert httpx.get(f"{command.url}/health").status_code == 200
             command.process.send_signal(signal.SIGTERM)
             assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length"] * 2

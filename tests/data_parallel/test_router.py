@@ -1,4 +1,5 @@
-"""Who gets a request: the counts against a model that knows no increments, and what the policies make of them."""
+"""Who gets a request: the counts against a model that knows no increments,
+and what the policies make of them."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def prefix_router(num_engines: int = 2, num_tokens: int = 4000) -> Router:
 
 
 class Model:
-    """What the router should count, from the whole story of every request. cached: by engine, sequences of blocks that
-    it computed, each as (salt, adapter, tokens)."""
+    """What the router should count, from the whole story of every request. cached: by engine, sequences of
+    blocks that it computed, each as (salt, adapter, tokens)."""
 
     def __init__(self, num_engines: int) -> None:
         self.owner: dict[str, int] = {}
@@ -101,7 +102,9 @@ class Model:
         own = [name for name, owner in self.owner.items() if owner == engine]
         lengths = [len(self.sent[name].prompt_token_ids) + len(self.answers[name]) for name in own]
         waiting = sum(self.left[name] for name in own if not self.answers[name])
-        return waiting + self.would_compute(one, engine) + sum(64 + ceil(length / BLOCK) for length in lengths)
+        return (
+            waiting + self.would_compute(one, engine) + sum(64 + ceil(length / BLOCK) for length in lengths)
+        )
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -114,7 +117,9 @@ STEPS = st.lists(
             st.sampled_from([None, None, LoRARequest("a", lora_path="/a"), LoRARequest("b", lora_path="/b")]),
             st.sampled_from([None, None, None, 2]),
         ),
-        st.tuples(st.just("output"), st.integers(0, 50), st.lists(st.integers(0, 1), max_size=6), st.booleans()),
+        st.tuples(
+            st.just("output"), st.integers(0, 50), st.lists(st.integers(0, 1), max_size=6), st.booleans()
+        ),
         st.tuples(st.just("abort"), st.lists(st.integers(0, 50), max_size=3)),
         st.tuples(st.just("lose"), st.integers(0, 2)),
         st.tuples(st.just("return"), st.integers(0, 2)),
@@ -163,9 +168,9 @@ def test_counts_equal_those_of_a_model_after_every_step(steps: list[Any], num_en
         model.check(router)
     for name in list(model.owner):
         router.take_in([output(name, [], finished=True)])
-    assert [(one.num_blocks, one.num_prompt_tokens, one.requests) for one in router.engines] == [(0, 0, {})] * len(
-        router.engines
-    )
+    assert [(one.num_blocks, one.num_prompt_tokens, one.requests) for one in router.engines] == [
+        (0, 0, {})
+    ] * len(router.engines)
 
 
 @settings(max_examples=100)
@@ -173,7 +178,9 @@ def test_counts_equal_those_of_a_model_after_every_step(steps: list[Any], num_en
     sequences=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True), max_size=20),
     capacity=st.integers(1, 6),
 )
-def test_the_least_recently_used_blocks_are_forgotten_ends_first(sequences: list[list[int]], capacity: int) -> None:
+def test_the_least_recently_used_blocks_are_forgotten_ends_first(
+    sequences: list[list[int]], capacity: int
+) -> None:
     cached, order = CachedBlocks(capacity), list[int]()
     for sequence in sequences:
         cached.add([bytes([one]) for one in sequence])
@@ -257,7 +264,9 @@ def test_a_policy_of_ones_own_is_named_or_registered() -> None:
         assert ROUTING.load(args.data_parallel_policy) is Last
         # The engine processes do not route, so they need not know it.
         assert args.for_another_process().data_parallel_policy == "prefix"
-    with pytest.raises(ConfigError, match="data_parallel_policy is 'nearest', but must be one of prefix, round_robin"):
+    with pytest.raises(
+        ConfigError, match="data_parallel_policy is 'nearest', but must be one of prefix, round_robin"
+    ):
         EngineArgs(data_parallel_policy="nearest")
     with pytest.raises(ConfigError, match="data_parallel_size is 0, but must be at least 1"):
         EngineArgs(data_parallel_size=0)

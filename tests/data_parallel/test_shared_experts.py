@@ -1,4 +1,5 @@
-"""Engines that share experts: the tokens of one engine, for any work of others; all end with the first that dies."""
+"""Engines that share experts: the tokens of one engine, for any work of others;
+all end with the first that dies."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def settings(tiny_model: Callable[..., Path]) -> dict[str, Any]:
-    """Five experts of each layer, a shared MLP with a gate, prompts in chunks, a cache that is too small for all."""
+    """Five experts of each layer, a shared MLP with a gate, prompts in chunks,
+    a cache that is too small for all."""
     overrides = {**WIDE, **EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 72}
     return small_engine(tiny_model("qwen2-moe", **overrides), num_gpu_blocks_override=10, max_num_seqs=3)
 
@@ -54,7 +56,8 @@ async def tokens(llm: AsyncLLM, number: int) -> list[int]:
 def test_tokens_are_those_of_one_engine_and_a_death_ends_all(
     settings: dict[str, Any], expected: list[list[int]]
 ) -> None:
-    """Alone, while the other engine idles; all at once; one after the other; beside aborted ones; after a sleep."""
+    """Alone, while the other engine idles; all at once; one after the other; beside aborted ones;
+    after a sleep."""
 
     async def test() -> None:
         async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED)) as llm:
@@ -125,7 +128,9 @@ def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(
     others.mkdir()
     name = "model.embed_tokens.weight"
     save_file({**tensors, name: tensors[name].flip(0).contiguous()}, others / "model.safetensors")
-    adapter = random_adapter(tmp_path / "adapter", Path(settings["model"]), layers=["q_proj", "v_proj", "o_proj"])
+    adapter = random_adapter(
+        tmp_path / "adapter", Path(settings["model"]), layers=["q_proj", "v_proj", "o_proj"]
+    )
     colours = StructuredOutputs(json={"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}})
     masked = SamplingParams(max_tokens=24, seed=1, structured_outputs=colours)
 
@@ -139,7 +144,12 @@ def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(
         return found
 
     def vectors(llm: LLM) -> list[float]:
-        return [value for prompts in ([PROMPTS[2]], PROMPTS) for one in llm.embed(prompts) for value in one.embedding]
+        return [
+            value
+            for prompts in ([PROMPTS[2]], PROMPTS)
+            for one in llm.embed(prompts)
+            for value in one.embedding
+        ]
 
     def all_of_it(llm: LLM) -> tuple[list[Any], list[float]]:
         before = answers(llm), vectors(llm)
@@ -162,14 +172,18 @@ def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["decode", "idle"])
 @pytest.mark.parametrize("victim", ["engine", "worker"])
-def test_everybody_hears_of_a_kill_and_nothing_is_left(settings: dict[str, Any], victim: str, phase: str) -> None:
+def test_everybody_hears_of_a_kill_and_nothing_is_left(
+    settings: dict[str, Any], victim: str, phase: str
+) -> None:
     """Of either process of an engine, with requests in any of them."""
 
     async def test() -> None:
         async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED, tensor_parallel_size=2)) as llm:
             family = psutil.Process().children(recursive=True)
             engine = psutil.Process(llm.client.pids[1])
-            workers = [one for one in engine.children() if "minivllm.executor.worker_process" in command_of(one)]
+            workers = [
+                one for one in engine.children() if "minivllm.executor.worker_process" in command_of(one)
+            ]
             assert len(workers) == 2
             endless = SamplingParams(max_tokens=100, ignore_eos=True)
             streams = [llm.generate({"prompt_token_ids": [7 + number]}, endless) for number in range(3)]
@@ -229,9 +243,15 @@ def test_engines_that_pause_do_so_together(settings: dict[str, Any], expected: l
     [
         ({"pipeline_parallel_size": 2}, "does not go with pipeline_parallel_size"),
         ({"disable_custom_all_reduce": True}, "does not go with disable_custom_all_reduce"),
-        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "does not go with kv_transfer_config"),
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+            "does not go with kv_transfer_config",
+        ),
         ({"compile_in_background": True}, "does not go with compile_in_background"),
-        ({"speculative_config": {"method": "early_exit"}}, "does not go with the speculative method 'early_exit'"),
+        (
+            {"speculative_config": {"method": "early_exit"}},
+            "does not go with the speculative method 'early_exit'",
+        ),
     ],
 )
 def test_what_does_not_go_with_shared_experts_is_refused(more: dict[str, Any], message: str) -> None:

@@ -76,7 +76,9 @@ class OwnMinP(LogitsProcessor):
         return True
 
     def update_state(self, update: BatchUpdate) -> None:
-        update.apply_to(self._log_shares, lambda added: math.log((added.params.extra_args or {})["own_min_p"]))
+        update.apply_to(
+            self._log_shares, lambda added: math.log((added.params.extra_args or {})["own_min_p"])
+        )
 
     def apply(self, logits: Tensor) -> Tensor:
         shares = torch.tensor([[self._log_shares[row]] for row in range(len(logits))])

@@ -1,4 +1,5 @@
-"""How far fewer bits move the default model's predictions, against transformers in float32 on a fixed text."""
+"""How far fewer bits move the default model's predictions,
+against transformers in float32 on a fixed text."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.parity_reference import engine_logits, reference_logits
 
 TEXT = PASSAGES[0]
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator")
-needs_bfloat16 = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU does not multiply bfloat16")
+needs_bfloat16 = pytest.mark.skipif(
+    not can_pack(torch.bfloat16), reason="this CPU does not multiply bfloat16"
+)
 BF16, INT8, INT4 = {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}
 LIMITS = [
     pytest.param({}, 1e-9, 1e-5, id="float32"),
@@ -32,8 +35,8 @@ LIMITS = [
     pytest.param(INT4, 1e-9, 1e-5, id="int4", marks=needs_int4),
     pytest.param(INT4 | BF16, 3e-3, 1e-2, id="int4 in bfloat16", marks=[needs_int4, needs_bfloat16]),
 ]
-"""Settings, and what is allowed: the mean KL divergence [nats per token], and of the perplexity's logarithm. The file
-is Q4_1, whose values int4 keeps exactly, where no code is compiled; int8 rounds them once more."""
+"""Settings, and what is allowed: the mean KL divergence [nats per token], and of the perplexity's logarithm.
+The file is Q4_1, whose values int4 keeps exactly, where no code is compiled; int8 rounds them once more."""
 
 
 def token_ids(llm: LLM) -> list[int]:
@@ -53,7 +56,9 @@ def log_perplexity(logits: Tensor, ids: Sequence[int]) -> float:
 
 
 def check(path: Path, max_kl: float, max_difference: float, **settings: Any) -> None:
-    with LLM(str(path), max_model_len=512, compile_in_background=False, **{"dtype": "float32", **settings}) as llm:
+    with LLM(
+        str(path), max_model_len=512, compile_in_background=False, **{"dtype": "float32", **settings}
+    ) as llm:
         ids = token_ids(llm)
         _, logits = engine_logits(llm, ids, max_tokens=1)
     expected = reference_logits(path.parent, ids, path.name)

@@ -1,4 +1,5 @@
-"""Whatever cannot work is refused in a sentence that names what was given and what is allowed; others are unharmed."""
+"""Whatever cannot work is refused in a sentence that names what was given and what is allowed;
+others are unharmed."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ BAD_PROMPTS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         ("100", "29", "128"),
     ),
     "an unknown field of the prompt": ({"promt": "Hello"}, {}, ("promt", "prompt_token_ids")),
-    "an allowed id past the vocabulary": ({"prompt_token_ids": [5]}, {"allowed_token_ids": [416]}, ("416", "415")),
+    "an allowed id past the vocabulary": (
+        {"prompt_token_ids": [5]},
+        {"allowed_token_ids": [416]},
+        ("416", "415"),
+    ),
     "a bias past the vocabulary": ({"prompt_token_ids": [5]}, {"logit_bias": {999: 1.0}}, ("999", "415")),
 }
 
@@ -68,7 +73,9 @@ def test_a_bad_prompt_is_refused_and_a_running_request_goes_on(llm: LLM, model: 
     prompt, params, named = BAD_PROMPTS[case]
     good = random_prompts((9,))[0]
     engine = llm.llm_engine
-    request_id = engine.add_request(None, {"prompt_token_ids": good}, SamplingParams(temperature=0.0, max_tokens=6))
+    request_id = engine.add_request(
+        None, {"prompt_token_ids": good}, SamplingParams(temperature=0.0, max_tokens=6)
+    )
     engine.step()
     with pytest.raises(RequestError) as caught:
         engine.add_request(None, prompt, SamplingParams(**params))
@@ -119,17 +126,25 @@ def test_bad_sampling_parameters_are_refused(values: dict[str, Any], named: tupl
         ({"block_size": 7}, ("block_size", "7", "16")),
         ({"cudagraph_mode": "full"}, ("cudagraph_mode", "'full'", "full_decode")),
         ({"cudagraph_mode": "piecewise", "enforce_eager": True}, ("cudagraph_mode", "enforce_eager")),
-        ({"cudagraph_mode": "piecewise", "enforce_eager": False, "device": "cpu"}, ("'piecewise'", "CUDA", "cpu")),
+        (
+            {"cudagraph_mode": "piecewise", "enforce_eager": False, "device": "cpu"},
+            ("'piecewise'", "CUDA", "cpu"),
+        ),
         ({"performance_mode": "fast"}, ("performance_mode", "'fast'", "interactivity")),
         ({"max_num_seqs": 0}, ("max_num_seqs", "0", "at least 1")),
         ({"num_gpu_blocks_override": 16}, ("16 blocks", "128", "17", "max_model_len")),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1000}, ("kv_cache_memory_bytes", "128")),
-        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10**18}, ("GiB", "lower kv_cache_memory_bytes")),
+        (
+            {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10**18},
+            ("GiB", "lower kv_cache_memory_bytes"),
+        ),
         ({"max_model_len": 100_000}, ("100000", "512")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_engine_arguments_are_refused(model: Path, settings: dict[str, Any], named: tuple[str, ...]) -> None:
+def test_bad_engine_arguments_are_refused(
+    model: Path, settings: dict[str, Any], named: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         tiny_llm(model, **settings)
     assert_is_a_sentence(caught.value, *named)
@@ -146,7 +161,9 @@ def damaged(model: Path, directory: Path, damage: str) -> tuple[Path, tuple[str,
         weights.write_bytes(weights.read_bytes()[:-1000])
         return weights.parent, (weights.name,)
     if damage == "unknown architecture":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["MambaForCausalLM"]}))
+        config.write_text(
+            json.dumps({**json.loads(config.read_text()), "architectures": ["MambaForCausalLM"]})
+        )
         return weights.parent, ("MambaForCausalLM", "LlamaForCausalLM")
     if damage == "missing config":
         config.unlink()

@@ -1,4 +1,5 @@
-"""A model's files that cannot be right are refused in one sentence, before memory is taken for weights or a cache."""
+"""A model's files that cannot be right are refused in one sentence,
+before memory is taken for weights or a cache."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def refusal(directory: Path, implementation: str) -> MinivllmError:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values]
+)
 def test_sizes_that_no_model_has(
     tiny_model: TinyModel, tmp_path: Path, implementation: str, name: str, value: Any
 ) -> None:
@@ -92,7 +95,9 @@ def test_rotary_parameters_that_are_missing_or_unknown(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rotary_parameters_of_one_kind_of_layers(tiny_model: TinyModel, tmp_path: Path, implementation: str) -> None:
+def test_rotary_parameters_of_one_kind_of_layers(
+    tiny_model: TinyModel, tmp_path: Path, implementation: str
+) -> None:
     by_kind = {"full_attention": {**ROPE, "rope_type": "nope"}, "sliding_attention": ROPE}
     error = refusal(changed(tiny_model("gemma3"), tmp_path, rope_parameters=by_kind), implementation)
     assert_is_a_sentence(error, "config.json", "rope_type is 'nope'")

@@ -38,7 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one token a step": {"max_num_batched_tokens": 1},
     "few blocks and chunks": FEW | {"max_num_batched_tokens": 11},
     "async with few blocks": FEW | {"async_scheduling": True},
-    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
+    "n-grams": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    },
     "sdpa": {"attention_backend": "sdpa"},
     "a chunk of 17": {"max_num_batched_tokens": 7},
     "blocks of 32": {"block_size": 32, "num_gpu_blocks_override": 1 + 40, "max_num_batched_tokens": 20},

@@ -1,6 +1,8 @@
-"""compressed-tensors checkpoints, written here from known numbers by the format's formula, in every format there is.
+"""compressed-tensors checkpoints, written here from known numbers by the format's formula,
+in every format there is.
 
-The writer was compared with the package of that name once: what it writes, the package reads as the same numbers.
+The writer was compared with the package of that name once:
+what it writes, the package reads as the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from minivllm.errors import ModelError
 from minivllm.linear.methods.int8 import Int8Linear, RoundedInputs
 from minivllm.weights.packed_weights import PackedWeights
 from minivllm.weights.quantization_config import StoredQuantization, WeightFormat, read_quantization
-from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
+from minivllm.weights.stored_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    RestoredWeight,
+    RowScaledWeight,
+    StoredWeight,
+)
 from tests.end_to_end.test_packed_checkpoints import Tensors, TinyModel, assert_same_logits, words, write
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, reference_model, tiny_llm
 
@@ -36,13 +44,16 @@ PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token
 
 
 def packed(numbers: np.ndarray, bits: int) -> torch.Tensor:
-    """Signed numbers [rows, n] in int32 words along the rows: moved up by half their range, the first lowest."""
+    """Signed numbers [rows, n] in int32 words along the rows:
+    moved up by half their range, the first lowest."""
     count = 32 // bits
     moved = np.pad(numbers + 2 ** (bits - 1), ((0, 0), (0, -numbers.shape[1] % count)))
     return words([moved[:, first::count] for first in range(count)])
 
 
-def stored_weight(shape: tuple[int, int], form: str, settings: Settings, seed: int) -> tuple[Tensors, np.ndarray]:
+def stored_weight(
+    shape: tuple[int, int], form: str, settings: Settings, seed: int
+) -> tuple[Tensors, np.ndarray]:
     """The parts of a random weight [out, in] and its values, float64: (number - zero) * scale."""
     random = np.random.default_rng(seed)
     rows, columns = shape
@@ -52,7 +63,9 @@ def stored_weight(shape: tuple[int, int], form: str, settings: Settings, seed: i
         every = scale.repeat(BLOCK[0], 0)[:rows].repeat(BLOCK[1], 1)[:, :columns]
     else:
         groups = columns // GROUP if strategy == "group" else 1
-        scale = random.uniform(0.01, 0.05, (1,) if strategy == "tensor" else (rows, groups)).astype(np.float32)
+        scale = random.uniform(0.01, 0.05, (1,) if strategy == "tensor" else (rows, groups)).astype(
+            np.float32
+        )
         every = np.broadcast_to(scale.reshape(-1, groups), (rows, groups)).repeat(columns // groups, 1)
     if settings["type"] == "float":
         eights = torch.from_numpy(random.normal(size=shape)).to(torch.float8_e4m3fn)
@@ -68,7 +81,9 @@ def stored_weight(shape: tuple[int, int], form: str, settings: Settings, seed: i
     numbers, zeros = random.integers(-half, half, shape), np.zeros((rows, group_of.max() + 1), dtype=np.int64)
     if not settings["symmetric"]:
         zeros = random.integers(-half, half, zeros.shape)
-        packed_zeros = packed(zeros.T, bits).T if form == "pack-quantized" else torch.from_numpy(zeros.astype(np.int8))
+        packed_zeros = (
+            packed(zeros.T, bits).T if form == "pack-quantized" else torch.from_numpy(zeros.astype(np.int8))
+        )
         parts["weight_zero_point"] = packed_zeros.contiguous()
     if form == "pack-quantized":
         parts |= {"weight_packed": packed(numbers, bits), "weight_shape": torch.tensor(shape)}
@@ -78,19 +93,40 @@ def stored_weight(shape: tuple[int, int], form: str, settings: Settings, seed: i
 
 
 def weights(bits: int = 4, strategy: str = "group", kind: str = "int", **others: Any) -> Settings:
-    settings = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **others}
+    settings = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        **others,
+    }
     size = {"group": GROUP, "channel": -1}.get(strategy)
-    return {**settings, "group_size": size, **({"block_structure": list(BLOCK)} if strategy == "block" else {})}
+    return {
+        **settings,
+        "group_size": size,
+        **({"block_structure": list(BLOCK)} if strategy == "block" else {}),
+    }
 
 
 def group(form: str, settings: Settings, targets: list[str] | None = None, inputs: Any = None) -> Settings:
-    return {"format": form, "weights": settings, "targets": targets or ["Linear"], "input_activations": inputs}
+    return {
+        "format": form,
+        "weights": settings,
+        "targets": targets or ["Linear"],
+        "input_activations": inputs,
+    }
 
 
 def compressed_copy(
-    source: Path, target: Path, groups: list[Settings], ignore: list[str], group_of: Callable[[str], int | None]
+    source: Path,
+    target: Path,
+    groups: list[Settings],
+    ignore: list[str],
+    group_of: Callable[[str], int | None],
 ) -> tuple[Path, Path, Tensors]:
-    """(checkpoint, the same dequantised, the dequantised weights). group_of: which group a layer is stored by."""
+    """(checkpoint, the same dequantised, the dequantised weights).
+    group_of: which group a layer is stored by."""
     tensors, stored = load_file(source / "model.safetensors"), {}
     for seed, name in enumerate(list(tensors)):
         module = name.removesuffix(".weight")
@@ -124,17 +160,25 @@ FORMATS = [
     pytest.param("pack-quantized", weights(), GroupedWeight, id="int4 groups"),
     pytest.param("pack-quantized", weights(symmetric=False), GroupedWeight, id="int4 groups with zeros"),
     pytest.param("pack-quantized", weights(strategy="channel"), GroupedWeight, id="int4 channels"),
-    pytest.param("pack-quantized", weights(strategy="channel", symmetric=False), GroupedWeight, id="int4 zeros"),
+    pytest.param(
+        "pack-quantized", weights(strategy="channel", symmetric=False), GroupedWeight, id="int4 zeros"
+    ),
     pytest.param("pack-quantized", weights(strategy="tensor"), GroupedWeight, id="int4 tensor"),
     pytest.param("pack-quantized", weights(actorder="group"), GroupedWeight, id="int4 in an order"),
-    pytest.param("pack-quantized", weights(actorder="group", symmetric=False), GroupedWeight, id="int4 order, zeros"),
+    pytest.param(
+        "pack-quantized", weights(actorder="group", symmetric=False), GroupedWeight, id="int4 order, zeros"
+    ),
     pytest.param("pack-quantized", weights(actorder="weight"), GroupedWeight, id="int4 in its own order"),
     pytest.param("pack-quantized", weights(8), GroupedWeight, id="packed int8 groups"),
-    pytest.param("pack-quantized", weights(8, symmetric=False), GroupedWeight, id="packed int8 groups with zeros"),
+    pytest.param(
+        "pack-quantized", weights(8, symmetric=False), GroupedWeight, id="packed int8 groups with zeros"
+    ),
     pytest.param("pack-quantized", weights(8, "channel"), GroupedWeight, id="packed int8 channels"),
     pytest.param("int-quantized", weights(8, "channel"), RowScaledWeight, id="int8 channels"),
     pytest.param("int-quantized", weights(8, "tensor"), RowScaledWeight, id="int8 tensor"),
-    pytest.param("int-quantized", weights(8, "channel", symmetric=False), GroupedWeight, id="int8 channels with zeros"),
+    pytest.param(
+        "int-quantized", weights(8, "channel", symmetric=False), GroupedWeight, id="int8 channels with zeros"
+    ),
     pytest.param("naive-quantized", weights(8), GroupedWeight, id="int8 groups"),
     pytest.param("naive-quantized", weights(8, symmetric=False), GroupedWeight, id="int8 groups with zeros"),
     pytest.param("float-quantized", weights(8, "tensor", "float"), RowScaledWeight, id="float8 tensor"),
@@ -165,7 +209,9 @@ def loaded(path: Path) -> dict[str, Any]:
     return dict(iterate_weights(path, "auto", read_decoder_config(path), torch.float32))
 
 
-def test_groups_of_layers_have_their_own_formats_and_ignored_ones_none(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_groups_of_layers_have_their_own_formats_and_ignored_ones_none(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     groups = [
         group("int-quantized", weights(8, "channel")),
         group("pack-quantized", weights(symmetric=False), ["re:.*self_attn.*"]),
@@ -189,7 +235,8 @@ def test_groups_of_layers_have_their_own_formats_and_ignored_ones_none(tiny_mode
 
 @contextmanager
 def rounding_inputs(reference: Path) -> Iterator[None]:
-    """transformers' own model, each of whose projections sees inputs rounded to 8 bits with a scale per token."""
+    """transformers' own model, each of whose projections sees inputs rounded to 8 bits with a scale per
+    token."""
 
     def rounded(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         x = arguments[0]
@@ -210,7 +257,8 @@ def rounding_inputs(reference: Path) -> Iterator[None]:
 
 
 def test_inputs_are_rounded_where_the_checkpoint_rounds_them(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Not bit for bit: a token's largest input lies between two numbers, and the last bit decides which it gets."""
+    """Not bit for bit: a token's largest input lies between two numbers,
+    and the last bit decides which it gets."""
     groups = [group("int-quantized", weights(8, "channel"), inputs=PER_TOKEN)]
     path, reference, _ = compressed_copy(tiny_model("qwen2"), tmp_path, groups, ["lm_head"], all_but_the_head)
     (prompt,) = random_prompts((62,))
@@ -288,8 +336,16 @@ def test_contents_that_contradict_the_shapes_are_refused(tiny_model: TinyModel, 
     name = "model.layers.0.mlp.up_proj."
     for part, value, sentence in (
         ("weight_shape", torch.tensor([7, 9]), r"weight_shape of .*up_proj.* is \[7, 9\]"),
-        ("weight_g_idx", intact[name + "weight_g_idx"] + 1, r"g_idx of .*up_proj.* names groups outside 0 to"),
-        ("weight_g_idx", intact[name + "weight_g_idx"] - 2, r"g_idx of .*up_proj.* names groups outside 0 to"),
+        (
+            "weight_g_idx",
+            intact[name + "weight_g_idx"] + 1,
+            r"g_idx of .*up_proj.* names groups outside 0 to",
+        ),
+        (
+            "weight_g_idx",
+            intact[name + "weight_g_idx"] - 2,
+            r"g_idx of .*up_proj.* names groups outside 0 to",
+        ),
     ):
         save_file({**intact, name + part: value}, path / "model.safetensors")
         with pytest.raises(ModelError, match=sentence):
@@ -324,7 +380,10 @@ def rounding(settings: Settings, **changes: Any) -> Settings:
         ),
         (config_of(format=None), "format is None, but supported are"),
         (config_of(format=["pack-quantized"]), r"format is \['pack-quantized'\], but supported are"),
-        (config_of(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24-bitmask'"),
+        (
+            config_of(sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config.format is 'sparse-24-bitmask'",
+        ),
         (config_of(transform_config={"config_groups": {"R1": {}}}), "transforms, which are not applied"),
         (config_of(ignore="lm_head"), "ignore is 'lm_head', but must list names"),
         (config_of(ignore=[3]), r"ignore is \[3\], but must list names"),
@@ -341,13 +400,19 @@ def rounding(settings: Settings, **changes: Any) -> Settings:
         (scheme(weights=weights(kind="float")), "type is 'float', but must be 'int' here"),
         (scheme(weights=weights(symmetric="yes")), "symmetric is 'yes'"),
         (scheme(weights=weights(dynamic=True)), r"weights\.dynamic is True"),
-        (scheme(weights=weights(strategy="tensor_group")), "strategy is 'tensor_group', but must be 'tensor' or"),
+        (
+            scheme(weights=weights(strategy="tensor_group")),
+            "strategy is 'tensor_group', but must be 'tensor' or",
+        ),
         (scheme(weights=weights(actorder="random")), "actorder is 'random'"),
         (scheme(weights={**weights(), "group_size": -5}), "group_size is -5, but must be a positive number"),
         (scheme(weights={**weights(), "group_size": 10**30, "strategy": "group"}), None),
         (scheme("int-quantized", weights=weights(4)), r"weights\.num_bits is 4, but must be 8 here"),
         (scheme("float-quantized", weights=weights(8)), "type is 'int', but must be 'float' here"),
-        (scheme("float-quantized", weights=weights(8, "block", "float", symmetric=False)), "symmetric is False"),
+        (
+            scheme("float-quantized", weights=weights(8, "block", "float", symmetric=False)),
+            "symmetric is False",
+        ),
         (
             scheme("float-quantized", weights={**weights(8, "block", "float"), "block_structure": None}),
             "block_structure is not set",
@@ -359,7 +424,10 @@ def rounding(settings: Settings, **changes: Any) -> Settings:
         (scheme(input_activations=PER_TOKEN), "not with pack-quantized weights"),
         (rounding(weights(8)), "not with int-quantized weights of strategy 'group'"),
         (rounding(weights(8, "channel", symmetric=False)), "symmetric int8 weights"),
-        (rounding(weights(8, "channel"), dynamic=False), r"input_activations\.dynamic is False, but must be True"),
+        (
+            rounding(weights(8, "channel"), dynamic=False),
+            r"input_activations\.dynamic is False, but must be True",
+        ),
         (rounding(weights(8, "channel"), num_bits=4), r"input_activations\.num_bits is 4"),
         (rounding(weights(8, "channel"), strategy="tensor"), r"input_activations\.strategy is 'tensor'"),
         (rounding(weights(8, "channel"), symmetric=False), r"input_activations\.symmetric is False"),
@@ -380,7 +448,11 @@ def test_a_layer_gets_the_format_that_means_it_most_closely() -> None:
         formats=((("model.a.k_proj",), one), (("Linear",), every), (("re:.*k_proj",), some)),
         ignore=("re:.*head", "model.b.k_proj"),
     )
-    assert [stored.format_of(f"model.{name}") for name in ("a.k_proj", "c.k_proj", "a.q_proj")] == [one, some, every]
+    assert [stored.format_of(f"model.{name}") for name in ("a.k_proj", "c.k_proj", "a.q_proj")] == [
+        one,
+        some,
+        every,
+    ]
     assert [stored.format_of(name) for name in ("lm_head", "model.b.k_proj", "x" * 1000)] == [None] * 3
 
 
@@ -388,26 +460,43 @@ def test_lists_of_layers_mean_the_names_in_the_checkpoint() -> None:
     stored = read_quantization(config_of(ignore=["language_model.model.layers.0.mlp.up_proj"]), "config.json")
     assert stored is not None
     names = PackedWeights(stored)
-    for module, place in (("up_proj", None), ("down_proj", ("model.layers.0.mlp.down_proj.weight", "weight_packed"))):
+    for module, place in (
+        ("up_proj", None),
+        ("down_proj", ("model.layers.0.mlp.down_proj.weight", "weight_packed")),
+    ):
         own = f"model.layers.0.mlp.{module}.weight_packed"
         assert names.place(own, f"language_model.{own}") == place
 
 
-@pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known")
+@pytest.mark.skipif(
+    not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known"
+)
 def test_the_configuration_may_leave_out_what_has_a_default(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """As older versions of the package wrote it: no format in the group, no strategy, the format beside the groups."""
+    """As older versions of the package wrote it:
+    no format in the group, no strategy, the format beside the groups."""
     groups = [group("pack-quantized", weights())]
     path, reference, _ = compressed_copy(tiny_model("llama"), tmp_path, groups, ["lm_head"], all_but_the_head)
     config = json.loads((path / "config.json").read_text())
     scheme = config["quantization_config"]["config_groups"]["group_0"]
-    del scheme["format"], scheme["weights"]["strategy"], scheme["weights"]["symmetric"], scheme["input_activations"]
+    del (
+        scheme["format"],
+        scheme["weights"]["strategy"],
+        scheme["weights"]["symmetric"],
+        scheme["input_activations"],
+    )
     (path / "config.json").write_text(json.dumps(config))
     assert_same_logits(path, reference)
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["re:(", "int", "group", "", "Linear"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weights", "targets"]), inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["re:(", "int", "group", "", "Linear"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weights", "targets"]), inner)
+    ),
     max_leaves=4,
 )
 
@@ -417,7 +506,9 @@ JSON = st.recursive(
 def test_whatever_a_setting_is_it_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
     """One entry of a good configuration, at any depth, becomes anything else."""
     inputs = data.draw(st.sampled_from([None, PER_TOKEN]))
-    entry = json.loads(json.dumps(scheme("int-quantized", weights=weights(8, "channel"), input_activations=inputs)))
+    entry = json.loads(
+        json.dumps(scheme("int-quantized", weights=weights(8, "channel"), input_activations=inputs))
+    )
     place: Any = entry
     while True:
         key = data.draw(st.sampled_from(sorted(place)))

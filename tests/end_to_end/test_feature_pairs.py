@@ -1,12 +1,12 @@
 """Any two features together give what they should: every pair, generated from the list of features.
 
-A few dozen rows of several features each contain every pair (a covering array); pairs that were not at work together in
-any row, and the pairs of a row that fails, run by themselves. Slow tests run each pair by itself.
+A few dozen rows of several features each contain every pair (a covering array); pairs that were not at work
+together in any row, and the pairs of a row that fails, run by themselves. Slow tests run each pair by itself.
 
-Some features change the answer (a structure, an adapter, penalties, …), others must not (guessing ahead, chunks,
-preemption, …). Both of a pair are switched on, and the answer is compared with that of an engine which has only the
-former ones, token for token, and its log-probabilities within rounding. A feature that was not at work in its case
-proves nothing, so each brings evidence, which is checked too.
+Some features change the answer (a structure, an adapter, penalties, …), others must not (guessing ahead,
+chunks, preemption, …). Both of a pair are switched on, and the answer is compared with that of an engine
+which has only the former ones, token for token, and its log-probabilities within rounding. A feature that was
+not at work in its case proves nothing, so each brings evidence, which is checked too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TinyModel = Callable[..., Path]
 
 MAX_TOKENS = 16
 _WORDS = random_prompts((7, 9, 6), seed=21)
-# Repeated beginnings give lookups something to find; all are longer than the small budget, none ends with a block.
+# Repeated beginnings give lookups something to find;
+# all are longer than the small budget, none ends with a block.
 PROMPTS = [_WORDS[0] * 3, _WORDS[1] * 2, _WORDS[2] * 2 + _WORDS[0], _WORDS[0] * 2 + _WORDS[1]]
 PRIORITIES = [3, 0, 2, 1]
 STOP_REGEX = r"(?s).{12,}[a-z]\W"
@@ -61,15 +62,16 @@ class Run:
 
 
 def always(run: Run) -> bool:
-    """Evidence of features that the engine cannot leave out: that they change the answer has a test of its own."""
+    """Evidence of features that the engine cannot leave out:
+    that they change the answer has a test of its own."""
     return True
 
 
 @dataclass(frozen=True)
 class Feature:
-    """engine, params: settings that switch it on. changes_answer: if so, the reference has it too. is_at_work:
-    evidence of it in a run. uses_adapters, uses_priorities: the requests bring them. is_seen_before: they run twice,
-    and the second time counts."""
+    """engine, params: settings that switch it on. changes_answer: if so, the reference has it too.
+    is_at_work: evidence of it in a run. uses_adapters, uses_priorities: the requests bring them.
+    is_seen_before: they run twice, and the second time counts."""
 
     name: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +101,9 @@ PERFORMANCE = (
     speculation("early_exit", num_layers=2, num_speculative_tokens=3),
     speculation("eagle", model="an EAGLE head", num_speculative_tokens=3),
     speculation("eagle3", model="an EAGLE-3 head", num_speculative_tokens=3),
-    Feature("chunks", {"max_num_batched_tokens": 7}, is_at_work=lambda run: run.counted("num_steps") > MAX_TOKENS),
+    Feature(
+        "chunks", {"max_num_batched_tokens": 7}, is_at_work=lambda run: run.counted("num_steps") > MAX_TOKENS
+    ),
     Feature(
         "prefix cache",
         {"enable_prefix_caching": True},
@@ -111,7 +115,9 @@ PERFORMANCE = (
     ),
     Feature("priority", {"scheduling_policy": "priority", "max_num_seqs": 2}, uses_priorities=True),
     Feature(
-        "preemption", {"num_gpu_blocks_override": 1 + 8}, is_at_work=lambda run: run.counted("num_preemptions") > 0
+        "preemption",
+        {"num_gpu_blocks_override": 1 + 8},
+        is_at_work=lambda run: run.counted("num_preemptions") > 0,
     ),
     Feature("process", {"multiprocess": True}),
     Feature("async scheduling", {"async_scheduling": True}),
@@ -169,7 +175,9 @@ ANSWERS = (
         "prompt logprobs",
         params={"prompt_logprobs": 2},
         changes_answer=True,
-        is_at_work=lambda run: all(len(o.prompt_logprobs or []) == len(o.prompt_token_ids) for o in run.outputs),
+        is_at_work=lambda run: all(
+            len(o.prompt_logprobs or []) == len(o.prompt_token_ids) for o in run.outputs
+        ),
     ),
     Feature(
         "thinking budget",
@@ -187,8 +195,12 @@ CONTRADICTIONS = {
         for feature in FEATURES
         if "speculative_config" in feature.engine
     },
-    frozenset({"stages", "early_exit"}): "early_exit guesses from the first layers and the head, which no stage has",
-    frozenset({"stages", "eagle3"}): "eagle3 guesses from hidden states of layers all over the model, which no stage",
+    frozenset(
+        {"stages", "early_exit"}
+    ): "early_exit guesses from the first layers and the head, which no stage has",
+    frozenset(
+        {"stages", "eagle3"}
+    ): "eagle3 guesses from hidden states of layers all over the model, which no stage",
 }
 """Pairs that are refused, and with which words."""
 
@@ -227,7 +239,8 @@ Row = tuple[Feature, ...]
 
 
 def covering_rows() -> list[Row]:
-    """Rows of compatible features with every served pair: a row grows by the feature that adds most new pairs."""
+    """Rows of compatible features with every served pair:
+    a row grows by the feature that adds most new pairs."""
     served, missing = {names(pair) for pair in SERVED_PAIRS}, {names(pair) for pair in SERVED_PAIRS}
 
     def gain(feature: Feature, row: list[Feature]) -> int:
@@ -253,9 +266,16 @@ ROWS = covering_rows()
 class Engines:
     """Engines by their settings; few are open at a time."""
 
-    def __init__(self, model: Path, draft_models: dict[str, Path], adapter: LoRARequest, capacity: int) -> None:
+    def __init__(
+        self, model: Path, draft_models: dict[str, Path], adapter: LoRARequest, capacity: int
+    ) -> None:
         """draft_models: by what features call them."""
-        self._model, self._draft_models, self._adapter, self._capacity = model, draft_models, adapter, capacity
+        self._model, self._draft_models, self._adapter, self._capacity = (
+            model,
+            draft_models,
+            adapter,
+            capacity,
+        )
         self._open: dict[str, LLM] = {}
 
     def run(self, features: Sequence[Feature]) -> Run:
@@ -270,7 +290,9 @@ class Engines:
         assert llm.reset_prefix_cache(), "a request left blocks behind"
         return Run(outputs, before, llm.get_metrics())
 
-    def requests(self, llm: LLM, features: Sequence[Feature]) -> tuple[list[dict[str, list[int]]], dict[str, Any]]:
+    def requests(
+        self, llm: LLM, features: Sequence[Feature]
+    ) -> tuple[list[dict[str, list[int]]], dict[str, Any]]:
         """Prompts, and the other arguments of ``generate``."""
         params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
         for feature in features:
@@ -302,13 +324,16 @@ class Engines:
             path = str(self._draft_models[speculative["model"]])
             settings = {**settings, "speculative_config": {**speculative, "model": path}}
         is_virtual = "pipeline_parallel_size" in settings and not settings.get("multiprocess")
-        make = virtual_llm if is_virtual else LLM  # stages are threads, or processes of an engine in another one
+        make = (
+            virtual_llm if is_virtual else LLM
+        )  # stages are threads, or processes of an engine in another one
         given = {"max_model_len": 64, "num_gpu_blocks_override": 65, **settings}
         return make(**tiny_settings(self._model, **given))
 
 
 class Reference:
-    """What engines without the features that must not change the answer say; every answer is computed once."""
+    """What engines without the features that must not change the answer say;
+    every answer is computed once."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -345,7 +370,9 @@ def engines(tiny_model: TinyModel, draft_models: dict[str, Path], adapter: LoRAR
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: TinyModel, draft_models: dict[str, Path], adapter: LoRARequest) -> Iterator[Reference]:
+def reference(
+    tiny_model: TinyModel, draft_models: dict[str, Path], adapter: LoRARequest
+) -> Iterator[Reference]:
     opened = Engines(tiny_model("llama"), draft_models, adapter, capacity=4)
     yield Reference(opened)
     opened.close()
@@ -368,7 +395,9 @@ def logprob_maps(output: RequestOutput) -> list[Any]:
 
 
 def logprob_values(outputs: list[RequestOutput]) -> list[float]:
-    entries = [entry for o in outputs for entries in logprob_maps(o) for entry in entries or [] if entry is not None]
+    entries = [
+        entry for o in outputs for entries in logprob_maps(o) for entry in entries or [] if entry is not None
+    ]
     return [value.logprob for entry in entries for value in entry.values()]
 
 
@@ -396,7 +425,9 @@ def test_rows_of_features_give_the_answer_of_the_plain_engine_and_every_pair_is_
         except AssertionError as error:
             for pair in itertools.combinations(row, 2):  # which two do not get on?
                 check_pair(engines, reference, pair)
-            raise AssertionError(f"{[f.name for f in row]} fail together, but no two of them alone") from error
+            raise AssertionError(
+                f"{[f.name for f in row]} fail together, but no two of them alone"
+            ) from error
         proven |= {frozenset(pair) for pair in itertools.combinations(at_work, 2)}
     left = [pair for pair in SERVED_PAIRS if names(pair) not in proven]
     for pair in left:

@@ -1,4 +1,5 @@
-"""KV caches of fewer bits: logits are transformers' over keys and values rounded the same way, in less memory."""
+"""KV caches of fewer bits: logits are transformers' over keys and values rounded the same way,
+in less memory."""
 
 from __future__ import annotations
 
@@ -40,16 +41,21 @@ class RoundingCache(DynamicCache):
 def logits_over_rounded(directory: Path, token_ids: list[int], dtype: torch.dtype) -> Tensor:
     """transformers' logits [len(token_ids), vocab] in float32, but for the rounding of keys and values."""
     with torch.inference_mode():
-        return reference_model(directory)(torch.tensor([token_ids]), past_key_values=RoundingCache(dtype)).logits[0]
+        return reference_model(directory)(
+            torch.tensor([token_ids]), past_key_values=RoundingCache(dtype)
+        ).logits[0]
 
 
 @contextmanager
 def as_on_a_gpu(cache_dtype: torch.dtype) -> Iterator[None]:
-    """Engines that are started meanwhile attend in float32 over pages of this dtype, as only a GPU's kernel can."""
+    """Engines that are started meanwhile attend in float32 over pages of this dtype,
+    as only a GPU's kernel can."""
 
     class WideDecoder(Decoder):
         def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype})
+            super().__init__(
+                *args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype}
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_loader, "Decoder", WideDecoder)
@@ -135,9 +141,21 @@ def test_every_device_has_the_dtypes_that_save_something(
 @pytest.mark.parametrize(
     ("asked", "dtype", "device", "capability", "sentence"),
     [
-        ("fp8_e4m3", "bfloat16", "cpu", (0, 0), "a CPU cannot attend to blocks of 8 bits.* bfloat16 takes half"),
+        (
+            "fp8_e4m3",
+            "bfloat16",
+            "cpu",
+            (0, 0),
+            "a CPU cannot attend to blocks of 8 bits.* bfloat16 takes half",
+        ),
         ("fp8_e5m2", "float32", "cpu", (0, 0), "a CPU cannot attend to blocks of 8 bits"),
-        ("float32", "bfloat16", "cuda", (9, 0), "saves nothing .*'bfloat16': use 'auto', or fp8_e4m3 or fp8_e5m2"),
+        (
+            "float32",
+            "bfloat16",
+            "cuda",
+            (9, 0),
+            "saves nothing .*'bfloat16': use 'auto', or fp8_e4m3 or fp8_e5m2",
+        ),
         ("float16", "bfloat16", "cuda", (9, 0), "saves nothing"),
         ("fp8_e4m3", "bfloat16", "cuda", (8, 6), r"compute capability 8\.6.* use fp8_e5m2"),
     ],

@@ -1,4 +1,5 @@
-"""Models with sliding windows keep only what their windows show, and give what transformers gives nevertheless."""
+"""Models with sliding windows keep only what their windows show,
+and give what transformers gives nevertheless."""
 
 from __future__ import annotations
 
@@ -41,15 +42,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few blocks and chunks": FEW | {"max_num_batched_tokens": 11},
     "async": {"async_scheduling": True},
     "async with few blocks": FEW | {"async_scheduling": True},
-    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
-    "first layers": {"speculative_config": {"method": "early_exit", "num_layers": 2, "verification_cost": 0.0}},
+    "n-grams": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    },
+    "first layers": {
+        "speculative_config": {"method": "early_exit", "num_layers": 2, "verification_cost": 0.0}
+    },
     "sdpa": {"attention_backend": "sdpa"},
     "no prefix cache": {"enable_prefix_caching": False},
 }
 
 
 def windowed(tiny_model: TinyModel, family: str, window: int = WINDOW) -> Path:
-    """qwen2: 4 layers, the first with full attention. smollm3: two of each in turn. mistral: windows everywhere."""
+    """qwen2: 4 layers, the first with full attention. smollm3: two of each in turn.
+    mistral: windows everywhere."""
     if family == "qwen2":
         return tiny_model("qwen2-window", num_hidden_layers=4, sliding_window=window)
     if family == "smollm3":
@@ -110,7 +116,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "few blocks": {"num_gpu_blocks_override": 1 + 3},
     "async": {"async_scheduling": True},
-    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
+    "n-grams": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    },
 }
 
 
@@ -118,8 +126,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def test_a_short_window_has_smaller_blocks_and_hits_end_where_both_kinds_do(
     tiny_model: TinyModel, setting: str
 ) -> None:
-    """Blocks of 64 tokens for full attention, of 16 for a window of 17: 64 tokens are found, or 128, in whole blocks. A
-    copy of the block of 64 gives the others, whose last ones are in a block of 16 as well."""
+    """Blocks of 64 tokens for full attention, of 16 for a window of 17: 64 tokens are found, or 128, in whole
+    blocks. A copy of the block of 64 gives the others, whose last ones are in a block of 16 as well."""
     directory, prompts = windowed(tiny_model, "qwen2", 17), random_prompts((16, 17, 63, 64, 65, 80))
     expected = reference_tokens(directory, prompts)
     with tiny_llm(directory, block_size=64, **BLOCKS[setting]) as llm:
@@ -148,7 +156,9 @@ def test_what_stands_in_blocks_that_were_freed_is_never_read(tiny_model: TinyMod
             nonlocal num_spoiled
             for group, pool in zip(runner.limits.groups, manager.pools):
                 free = [block.block_id for block in pool.free_queue]
-                num_spoiled += len([block for block in free if runner.model.caches[group.layers[0]].k[block].any()])
+                num_spoiled += len(
+                    [block for block in free if runner.model.caches[group.layers[0]].k[block].any()]
+                )
                 for layer in group.layers:
                     for tensor in runner.model.caches[layer][:2]:
                         tensor[torch.tensor(free)] = torch.nan
@@ -161,7 +171,9 @@ def test_what_stands_in_blocks_that_were_freed_is_never_read(tiny_model: TinyMod
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_a_second_turn_hits_although_the_first_one_outgrew_the_window(tiny_model: TinyModel, family: str) -> None:
+def test_a_second_turn_hits_although_the_first_one_outgrew_the_window(
+    tiny_model: TinyModel, family: str
+) -> None:
     directory = windowed(tiny_model, family)
     first = random_prompts((40,))[0]
     with tiny_llm(directory) as llm:
@@ -198,8 +210,15 @@ def test_what_a_draft_model_knows_lies_beside_full_attention(
 ) -> None:
     directory, prompts = windowed(tiny_model, family), random_prompts(BORDERS)
     fused = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if method == "eagle3" else {}
-    draft = tiny_model("llama") if method == "draft_model" else random_head(tmp_path / "head", method, **fused)
-    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    draft = (
+        tiny_model("llama") if method == "draft_model" else random_head(tmp_path / "head", method, **fused)
+    )
+    speculative = {
+        "method": method,
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
     with caplog.at_level(logging.INFO), tiny_llm(directory, speculative_config=speculative) as llm:
         expected = GROUPS[family] if family == "qwen2" else [("full attention", 3)]
         assert names_of_groups(llm) == expected
@@ -248,11 +267,16 @@ def test_the_start_up_line_and_the_statistics_name_the_pools(
     megabyte = 2**20
     with (
         caplog.at_level(logging.INFO),
-        tiny_llm(windowed(tiny_model, "qwen2"), num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte) as llm,
+        tiny_llm(
+            windowed(tiny_model, "qwen2"), num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte
+        ) as llm,
     ):
         full, window = runner_of(llm).limits.groups
         assert f"full attention in 1 layer: {full.num_blocks - 1:,} blocks of 8 tokens, " in caplog.text
-        assert f"sliding window of {WINDOW} in 3 layers: {window.num_blocks - 1:,} blocks of 8 tokens, " in caplog.text
+        assert (
+            f"sliding window of {WINDOW} in 3 layers: {window.num_blocks - 1:,} blocks of 8 tokens, "
+            in caplog.text
+        )
         core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
         assert 0.9 * megabyte < core.executor.worker.memory_bytes()["kv_cache"] <= megabyte
         pools = llm.get_metrics().kv_cache_pools

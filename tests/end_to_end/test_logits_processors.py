@@ -37,19 +37,24 @@ def model(tiny_model: TinyModel) -> Path:
 def sampled(index: int, **fields: Any) -> SamplingParams:
     """Greedy and random requests of different lengths, so that slots are emptied and filled again."""
     temperature = 0.0 if index % 2 == 0 else 0.8
-    return SamplingParams(temperature=temperature, seed=index, max_tokens=LENGTHS[index], ignore_eos=True, **fields)
+    return SamplingParams(
+        temperature=temperature, seed=index, max_tokens=LENGTHS[index], ignore_eos=True, **fields
+    )
 
 
 @pytest.fixture(scope="module")
 def forbidden(model: Path) -> list[int]:
     """For each prompt a token that it would say."""
     with tiny_llm(model) as llm:
-        return [tokens[2] for tokens in tokens_of(run(llm, PROMPTS, [sampled(i) for i in range(len(PROMPTS))]))]
+        return [
+            tokens[2] for tokens in tokens_of(run(llm, PROMPTS, [sampled(i) for i in range(len(PROMPTS))]))
+        ]
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path, forbidden: list[int]) -> list[list[int]]:
-    """What an engine says that may choose from all tokens but the forbidden one; every third may say anything."""
+    """What an engine says that may choose from all tokens but the forbidden one;
+    every third may say anything."""
     params = [
         sampled(i, allowed_token_ids=None if i % 3 == 0 else [t for t in range(VOCABULARY) if t != token])
         for i, token in enumerate(forbidden)
@@ -62,7 +67,9 @@ def expected(model: Path, forbidden: list[int]) -> list[list[int]]:
 def test_a_token_forbidden_by_a_request_is_forbidden_for_this_request_alone(
     model: Path, forbidden: list[int], expected: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    params = [sampled(i, extra_args=None if i % 3 == 0 else {"forbid": token}) for i, token in enumerate(forbidden)]
+    params = [
+        sampled(i, extra_args=None if i % 3 == 0 else {"forbid": token}) for i, token in enumerate(forbidden)
+    ]
     with tiny_llm(model, logits_processors=[Forbid, NoRepeats], **settings) as llm:
         for _ in range(2):
             assert tokens_of(run(llm, PROMPTS, params)) == expected
@@ -71,20 +78,32 @@ def test_a_token_forbidden_by_a_request_is_forbidden_for_this_request_alone(
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_processor_sees_the_output_so_far_and_no_rejected_guess(model: Path, settings: dict[str, Any]) -> None:
-    params = [sampled(i, extra_args={"no_repeats": i != 1}, logit_bias={40: 20.0}) for i in range(len(PROMPTS))]
+def test_a_processor_sees_the_output_so_far_and_no_rejected_guess(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    params = [
+        sampled(i, extra_args={"no_repeats": i != 1}, logit_bias={40: 20.0}) for i in range(len(PROMPTS))
+    ]
     with tiny_llm(model, logits_processors=["tests.end_to_end.custom_processors:NoRepeats"]) as llm:
         plain = tokens_of(run(llm, PROMPTS, params))
     for index, tokens in enumerate(plain):  # token 40 is what they would say all the time
         assert tokens.count(40) == (1 if index != 1 else LENGTHS[1])
         assert index == 1 or len(set(tokens)) == len(tokens)
-    with tiny_llm(model, logits_processors=["tests.end_to_end.custom_processors:NoRepeats"], **settings) as llm:
+    with tiny_llm(
+        model, logits_processors=["tests.end_to_end.custom_processors:NoRepeats"], **settings
+    ) as llm:
         assert tokens_of(run(llm, PROMPTS, params)) == plain
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
 def test_an_argmax_invariant_processor_comes_where_min_p_does(model: Path, top_p: float) -> None:
-    fields: dict[str, Any] = {"temperature": 2.0, "top_p": top_p, "seed": 4, "max_tokens": 20, "ignore_eos": True}
+    fields: dict[str, Any] = {
+        "temperature": 2.0,
+        "top_p": top_p,
+        "seed": 4,
+        "max_tokens": 20,
+        "ignore_eos": True,
+    }
     with tiny_llm(model, logits_processors=[OwnMinP]) as llm:
         free = tokens_of(run(llm, PROMPTS, SamplingParams(**fields)))
         theirs = tokens_of(run(llm, PROMPTS, SamplingParams(**fields, extra_args={"own_min_p": 0.3})))
@@ -96,7 +115,10 @@ def test_a_request_that_a_processor_objects_to_is_refused_with_its_sentence(mode
         with pytest.raises(RequestError, match="Forbid: forbid is 'x', but must be a token id"):
             run(llm, PROMPTS[:1], SamplingParams(extra_args={"forbid": "x"}))
         assert_pool_unused(llm)
-    with tiny_llm(model) as llm, pytest.raises(RequestError, match="engine was started without logits_processors"):
+    with (
+        tiny_llm(model) as llm,
+        pytest.raises(RequestError, match="engine was started without logits_processors"),
+    ):
         run(llm, PROMPTS[:1], SamplingParams(extra_args={"forbid": 3}))
 
 
@@ -119,7 +141,9 @@ def test_extra_args_are_plain_values_by_name_and_not_too_many(value: Any) -> Non
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_has_not_the_protocol_is_refused_before_the_model_is_loaded(model: Path, entry: Any, message: str) -> None:
+def test_what_has_not_the_protocol_is_refused_before_the_model_is_loaded(
+    model: Path, entry: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_llm(model, logits_processors=[entry])
 

@@ -1,4 +1,5 @@
-"""After warm-up nothing compiles, whatever batches come; and requests that are aborted leave nothing behind."""
+"""After warm-up nothing compiles, whatever batches come;
+and requests that are aborted leave nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def random_prompt(draw: random.Random, longest: int) -> dict[str, list[int]]:
 
 
 def drive(llm: LLM, num_steps: int, seed: int, abort_rate: float = 0.02) -> int:
-    """Random arrivals and aborts for so many steps, then until everything has ended. Returns requests submitted.
+    """Random arrivals and aborts for so many steps, then until everything has ended.
+    Returns requests submitted.
 
     The load swings between a single request and more than may run at once.
     """
@@ -69,7 +71,9 @@ def drive(llm: LLM, num_steps: int, seed: int, abort_rate: float = 0.02) -> int:
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_nothing_is_compiled_after_warm_up_over_300_random_steps(tiny_model: TinyModel, family: str) -> None:
     with (
-        tiny_llm(tiny_model(family), enforce_eager=False, max_num_batched_tokens=48, num_gpu_blocks_override=18) as llm,
+        tiny_llm(
+            tiny_model(family), enforce_eager=False, max_num_batched_tokens=48, num_gpu_blocks_override=18
+        ) as llm,
         torch.compiler.set_stance("fail_on_recompile"),
     ):
         one = SamplingParams(temperature=0.0, max_tokens=1)
@@ -84,8 +88,12 @@ def test_nothing_is_compiled_after_warm_up_over_300_random_steps(tiny_model: Tin
 
 
 @pytest.mark.parametrize("num_steps", [600, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_after_random_requests_and_aborts_the_pool_is_as_at_the_start(tiny_model: TinyModel, num_steps: int) -> None:
-    with tiny_llm(tiny_model("llama"), max_model_len=64, max_num_batched_tokens=32, num_gpu_blocks_override=20) as llm:
+def test_after_random_requests_and_aborts_the_pool_is_as_at_the_start(
+    tiny_model: TinyModel, num_steps: int
+) -> None:
+    with tiny_llm(
+        tiny_model("llama"), max_model_len=64, max_num_batched_tokens=32, num_gpu_blocks_override=20
+    ) as llm:
         assert drive(llm, num_steps, seed=2, abort_rate=0.1) > num_steps // 8
         assert llm.get_metrics().num_preemptions > 0
         assert_pool_unused(llm)

@@ -1,4 +1,5 @@
-"""AWQ, GPTQ and fp8 checkpoints, packed here by hand from known numbers, read back as exactly those numbers."""
+"""AWQ, GPTQ and fp8 checkpoints, packed here by hand from known numbers,
+read back as exactly those numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def words(numbers: list[np.ndarray]) -> torch.Tensor:
 
 
 def pack_awq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> Tensors:
-    """codes [in, out], zeros and scales [groups, out]; nibble i of a word is output (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
+    """codes [in, out], zeros and scales [groups, out];
+    nibble i of a word is output (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         "qweight": words([codes[:, first::8] for first in order]),
@@ -60,12 +62,15 @@ def pack_gptq(
 def quantised_copy(
     source: Path, target: Path, method: str, settings: dict[str, Any]
 ) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """(quantised checkpoint, the same dequantised, the dequantised weights): every linear layer has random codes."""
+    """(quantised checkpoint, the same dequantised, the dequantised weights):
+    every linear layer has random codes."""
     random = np.random.default_rng(0)
     weights, stored = load_file(source / "model.safetensors"), {}
     for name in list(weights):
         rules = settings.get("dynamic", {}).items()
-        rule, changes = next(((r, c) for r, c in rules if re.match(r[2:], name.removesuffix(".weight"))), ("+:", {}))
+        rule, changes = next(
+            ((r, c) for r, c in rules if re.match(r[2:], name.removesuffix(".weight"))), ("+:", {})
+        )
         if not name.endswith("_proj.weight") or rule.startswith("-:"):
             stored[name] = weights[name]
             continue
@@ -83,7 +88,9 @@ def quantised_copy(
             parts = pack_awq(codes, zeros, scales)
         else:
             less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-            parts = pack_gptq(codes, zeros, scales, bits, less, None if settings.get("no_g_idx") else group_of)
+            parts = pack_gptq(
+                codes, zeros, scales, bits, less, None if settings.get("no_g_idx") else group_of
+            )
             if name.removesuffix("weight") + "bias" not in weights:
                 stored[name.removesuffix("weight") + "bias"] = torch.zeros(out, dtype=torch.float16)
         values = (codes - zeros[group_of]) * scales.astype(np.float64)[group_of]
@@ -179,8 +186,16 @@ def test_rules_of_gptq_change_single_layers_and_the_first_that_means_one_counts(
     path, reference, values = quantised_copy(tiny_model("qwen2"), tmp_path, "gptq", {"dynamic": rules})
     weights = loaded(path)
     kinds = {name: type(weight) for name, weight in weights.items()}
-    assert kinds["model.layers.0.mlp.up_proj.weight"] is kinds["model.layers.1.mlp.up_proj.weight"] is GroupedWeight
-    assert kinds["model.layers.1.self_attn.q_proj.weight"] is kinds["model.layers.2.mlp.up_proj.weight"] is torch.Tensor
+    assert (
+        kinds["model.layers.0.mlp.up_proj.weight"]
+        is kinds["model.layers.1.mlp.up_proj.weight"]
+        is GroupedWeight
+    )
+    assert (
+        kinds["model.layers.1.self_attn.q_proj.weight"]
+        is kinds["model.layers.2.mlp.up_proj.weight"]
+        is torch.Tensor
+    )
     for name, weight in weights.items():
         got = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
         torch.testing.assert_close(got, values[name], rtol=1e-6, atol=1e-6)
@@ -188,10 +203,15 @@ def test_rules_of_gptq_change_single_layers_and_the_first_that_means_one_counts(
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
-def test_float8_checkpoints_are_read_with_their_scales(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
+def test_float8_checkpoints_are_read_with_their_scales(
+    tiny_model: TinyModel, tmp_path: Path, kind: str
+) -> None:
     path, reference, values = float8_copy(tiny_model("llama"), tmp_path, kind)
     weights = loaded(path)
-    first, untouched = weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.2.mlp.down_proj.weight"]
+    first, untouched = (
+        weights["model.layers.0.mlp.down_proj.weight"],
+        weights["model.layers.2.mlp.down_proj.weight"],
+    )
     assert type(first) is (RestoredWeight if kind == "block" else RowScaledWeight)
     assert isinstance(untouched, torch.Tensor)
     for name, weight in weights.items():
@@ -216,7 +236,9 @@ def assert_same_logits(path: Path, reference: Path, **settings: Any) -> None:
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     path, _, _ = quantised_copy(tiny_model("llama"), tmp_path, "awq", {})
-    with pytest.raises(ConfigError, match=r"'int4', but the checkpoint is quantised with awq already: leave quant"):
+    with pytest.raises(
+        ConfigError, match=r"'int4', but the checkpoint is quantised with awq already: leave quant"
+    ):
         tiny_llm(path, quantization="int4")
 
 

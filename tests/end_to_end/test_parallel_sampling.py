@@ -1,4 +1,5 @@
-"""n completions of one prompt: the prompt is computed and stored once, and each is what its own seed gives alone."""
+"""n completions of one prompt: the prompt is computed and stored once,
+and each is what its own seed gives alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ def alone(tiny_model: TinyModel) -> list[list[int]]:
         {"max_model_len": 56, "num_gpu_blocks_override": 1 + 10},
         {"max_model_len": 56, "num_gpu_blocks_override": 1 + 10, "enable_prefix_caching": False},
     ],
-    ids=["together", "chunked", "two at a time", "no prefix cache", "preempted", "preempted without prefix cache"],
+    ids=[
+        "together",
+        "chunked",
+        "two at a time",
+        "no prefix cache",
+        "preempted",
+        "preempted without prefix cache",
+    ],
 )
 def test_completions_are_those_of_their_own_seeds(
     tiny_model: TinyModel, alone: list[list[int]], settings: dict[str, Any]
@@ -61,7 +69,8 @@ def computed_tokens(llm: LLM, params: SamplingParams) -> int:
 @pytest.mark.parametrize("budget", [None, 16])
 def test_the_prompt_is_computed_once(tiny_model: TinyModel, budget: int | None) -> None:
     with tiny_llm(tiny_model("llama"), max_num_batched_tokens=budget) as llm:
-        # The first computes all of the prompt, each other one its last block only: one token must run to give logits.
+        # The first computes all of the prompt, each other one its last block only:
+        # one token must run to give logits.
         last_block = len(PROMPT) - (len(PROMPT) - 1) // BLOCK_SIZE * BLOCK_SIZE
         decoded = N * (MAX_TOKENS - 1)
         assert computed_tokens(llm, SHARED) == len(PROMPT) + (N - 1) * last_block + decoded

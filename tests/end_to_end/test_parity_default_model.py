@@ -41,7 +41,8 @@ TEXTS = (
     "Grüße aus Köln! Heute",
     '{"name": "Ada", "year":',
     "A",
-    "Paged attention keeps the keys and values of every request in blocks of equal size, so that memory is not wasted "
+    "Paged attention keeps the keys and values of every request in blocks of equal size, so that memory is "
+    "not wasted "
     "on lengths that never come. " * 6 + "In other words,",
 )
 
@@ -62,9 +63,11 @@ def gguf_of(path: Path) -> Path:
 
 @lru_cache(maxsize=64)
 def likeliest_after_each(path: Path, prompt: tuple[int, ...], completion: tuple[int, ...]) -> list[int]:
-    """The likeliest token where each token of the completion stands, from one pass of transformers over all of them.
+    """The likeliest token where each token of the completion stands,
+    from one pass of transformers over all of them.
 
-    Equal to ``completion`` exactly if greedy decoding gives it (by induction over its tokens), and much faster.
+    Equal to ``completion`` exactly if greedy decoding gives it (by induction over its tokens),
+    and much faster.
     """
     gguf = find_gguf(path, "auto")
     assert gguf is not None
@@ -72,7 +75,9 @@ def likeliest_after_each(path: Path, prompt: tuple[int, ...], completion: tuple[
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def assert_greedy(path: Path, eos: Collection[int], prompts: list[list[int]], completions: list[list[int]]) -> None:
+def assert_greedy(
+    path: Path, eos: Collection[int], prompts: list[list[int]], completions: list[list[int]]
+) -> None:
     """Every completion is what transformers finds likeliest, up to where it must end."""
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion) == MAX_TOKENS or completion[-1] in eos
@@ -117,7 +122,9 @@ def test_the_default_model_equals_transformers(
         completions = tokens_of(run(llm, prompts, GREEDY))
         again = run(llm, prompts[:-4:-1], GREEDY)
         assert tokens_of(again) == completions[:-4:-1]
-        assert [output.num_cached_tokens for output in again] == [reusable(len(prompt)) for prompt in prompts[:-4:-1]]
+        assert [output.num_cached_tokens for output in again] == [
+            reusable(len(prompt)) for prompt in prompts[:-4:-1]
+        ]
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
     assert_greedy(smollm2_path, llm.llm_engine.client.eos_token_ids, prompts, completions)
 

@@ -29,12 +29,23 @@ from tests.parity_reference import (
 TinyModel = Callable[..., Path]
 
 BUDGETS = (1, 7, 64)
-# Biases, full and windowed layers: every kind of attention graph at once. Norms around both sublayers, caps and two
-# rotary tables; experts with a shared one; sinks and biased experts; latents.
+# Biases, full and windowed layers: every kind of attention graph at once. Norms around both sublayers, caps
+# and two rotary tables; experts with a shared one; sinks and biased experts; latents.
 COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v2-groups")
 # One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers; experts.
 DISTINCT_FAMILIES = (
-    *("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite", "ministral3"),
+    *(
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "gemma3-far",
+        "phi3-long",
+        "olmo2",
+        "olmo3",
+        "glm4",
+        "granite",
+        "ministral3",
+    ),
     *("qwen2-moe", "gpt-oss", "glm4-moe-groups", "deepseek-v3"),
 )
 RELATIVE = 1e-4
@@ -81,7 +92,8 @@ def assert_preempted_equals_transformers(directory: Path, **settings: Any) -> No
 
 
 def assert_logits_close(directory: Path, **settings: Any) -> None:
-    """Position by position over a prompt and its completion, prompt in chunks and completion token by token."""
+    """Position by position over a prompt and its completion,
+    prompt in chunks and completion token by token."""
     prompt = random_prompts((70,))[0]
     with tiny_llm(directory, **settings) as llm:
         completion, logits = engine_logits(llm, prompt, max_tokens=8)
@@ -92,7 +104,9 @@ def assert_logits_close(directory: Path, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_whole_cached_and_in_any_order(tiny_model: TinyModel, family: str) -> None:
+def test_greedy_tokens_equal_transformers_whole_cached_and_in_any_order(
+    tiny_model: TinyModel, family: str
+) -> None:
     assert_equals_transformers(tiny_model(family))
 
 
@@ -118,7 +132,8 @@ def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly
 def test_greedy_tokens_equal_transformers_ahead_of_the_scheduler_and_in_a_second_turn(
     tiny_model: TinyModel, family: str, is_async: bool
 ) -> None:
-    """Texts that repeat themselves, so that drafts are made, if none is in flight; and then every text goes on."""
+    """Texts that repeat themselves, so that drafts are made, if none is in flight;
+    and then every text goes on."""
     directory = tiny_model(family)
     pattern = random_prompts((5, 9, 12))
     prompts = [(ids * 8)[:length] for ids, length in zip(pattern, (31, 40, 17))]
@@ -146,9 +161,12 @@ def test_logits_equal_transformers_with_windows_around_every_border(
 
 @pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=pytest.mark.smoke) if one in ("llama", "gemma3") else one for one in FAMILIES]
+    "family",
+    [pytest.param(one, marks=pytest.mark.smoke) if one in ("llama", "gemma3") else one for one in FAMILIES],
 )
-def test_logits_equal_transformers_at_every_position(tiny_model: TinyModel, family: str, budget: int | None) -> None:
+def test_logits_equal_transformers_at_every_position(
+    tiny_model: TinyModel, family: str, budget: int | None
+) -> None:
     assert_logits_close(tiny_model(family), max_num_batched_tokens=budget)
 
 

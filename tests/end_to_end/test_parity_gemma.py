@@ -1,8 +1,9 @@
-"""A published Gemma 3 of 270 million weights against llama.cpp: tokens, chat, second turns from the prefix cache.
+"""A published Gemma 3 of 270 million weights against llama.cpp:
+tokens, chat, second turns from the prefix cache.
 
-llama.cpp rounds activations to 8 bits where weights are quantised. So it reads a copy of the file with the same values
-in float32; then its log-probabilities differ from the engine's by a few thousandths, since it looks GELU up in a table
-of float16 values.
+llama.cpp rounds activations to 8 bits where weights are quantised. So it reads a copy of the file with the
+same values in float32; then its log-probabilities differ from the engine's by a few thousandths, since it
+looks GELU up in a table of float16 values.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PARTS = [
         ("767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267", 61_223_616),
     ),
 ]
-# The family's format; this file brings no template. A system message becomes the beginning of the user's first one.
+# The family's format; this file brings no template.
+# A system message becomes the beginning of the user's first one.
 TEMPLATE = """{{ bos_token }}{% set ns = namespace(prefix='') %}{% for message in messages %}
 {%- if message.role == 'system' %}{% set ns.prefix = message.content | trim + '\\n\\n' %}{% else %}
 {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
@@ -127,12 +129,17 @@ def write_in_float32(source: Path, target: Path) -> None:
     reader: Any = gguf.GGUFReader(source)
     writer: Any = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+        if not field.name.startswith("GGUF.") and field.name not in (
+            "general.architecture",
+            "general.file_type",
+        ):
             kind = field.types[0]
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+        writer.add_tensor(
+            tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype("float32")
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -148,7 +155,9 @@ def llama_cpp(gemma: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     path = tmp_path_factory.mktemp("gemma") / "float32.gguf"
     write_in_float32(gemma, path)
     float32 = llama_cpp_library.GGML_TYPE_F32
-    model = Llama(str(path), n_ctx=1024, n_batch=128, logits_all=True, type_k=float32, type_v=float32, verbose=False)
+    model = Llama(
+        str(path), n_ctx=1024, n_batch=128, logits_all=True, type_k=float32, type_v=float32, verbose=False
+    )
     yield model
     model.close()
     path.unlink()  # a gigabyte
@@ -191,7 +200,9 @@ def chat(llm: LLM, turns: Sequence[str], params: SamplingParams = GREEDY) -> Req
 def prompts_of(llm: LLM) -> list[list[int]]:
     """Plain texts and conversations."""
     chats = [llm.llm_engine.render_chat(conversation(turns), chat_template=TEMPLATE) for turns in CHATS]
-    return [llm.get_tokenizer().encode(text) for text in TEXTS] + [list(one["prompt_token_ids"]) for one in chats]
+    return [llm.get_tokenizer().encode(text) for text in TEXTS] + [
+        list(one["prompt_token_ids"]) for one in chats
+    ]
 
 
 def judged(llama_cpp: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
@@ -203,7 +214,8 @@ def judged(llama_cpp: Any, prompt: Sequence[int], completion: Sequence[int]) -> 
 
 
 def shortfalls(logprobs: Tensor, completion: Sequence[int]) -> Tensor:
-    """How much less likely each token is than the likeliest one [nats]; all zero for llama.cpp's greedy completion."""
+    """How much less likely each token is than the likeliest one [nats];
+    all zero for llama.cpp's greedy completion."""
     return logprobs.amax(-1) - logprobs[torch.arange(len(completion)), torch.tensor(completion)]
 
 
@@ -216,9 +228,12 @@ def test_float32_tokens_are_the_likeliest_of_llama_cpp(llm: LLM, llama_cpp: Any)
         assert shortfalls(judged(llama_cpp, prompt, completion), completion).max() <= NEAR_TIE
 
 
-@pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known")
+@pytest.mark.skipif(
+    not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known"
+)
 def test_int4_predictions_are_near_those_of_llama_cpp(gemma: Path, llama_cpp: Any) -> None:
-    """The engine's 4 bits hold the values of the file's 4-bit blocks, so that predictions stay those of float32."""
+    """The engine's 4 bits hold the values of the file's 4-bit blocks,
+    so that predictions stay those of float32."""
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
     with engine(gemma, quantization="int4") as llm:
         prompts = prompts_of(llm)
@@ -247,7 +262,9 @@ def template_text(turns: list[dict[str, str]]) -> bytes:
 
 
 @pytest.mark.parametrize("system", [None, " Answer briefly.\n"])
-def test_conversations_have_the_token_ids_of_llama_cpp(llm: LLM, their_vocabulary: Any, system: str | None) -> None:
+def test_conversations_have_the_token_ids_of_llama_cpp(
+    llm: LLM, their_vocabulary: Any, system: str | None
+) -> None:
     for turns in (CHATS[0], CHATS[1], CHATS[3]):
         messages = conversation(turns, system)
         ours = llm.llm_engine.render_chat(messages, chat_template=TEMPLATE)["prompt_token_ids"]
@@ -258,7 +275,9 @@ def test_answers_end_at_the_tokens_at_which_llama_cpp_ends_them(llm: LLM, their_
     import llama_cpp as library
 
     vocabulary = library.llama_model_get_vocab(their_vocabulary.model)
-    ends = [token for token in range(their_vocabulary.n_vocab()) if library.llama_vocab_is_eog(vocabulary, token)]
+    ends = [
+        token for token in range(their_vocabulary.n_vocab()) if library.llama_vocab_is_eog(vocabulary, token)
+    ]
     assert sorted(llm.llm_engine.client.eos_token_ids) == ends
     [end] = llm.get_tokenizer().encode("<end_of_turn>", add_special_tokens=False)
     # This model was not taught to answer and never ends a turn by itself.
@@ -288,7 +307,9 @@ def test_a_second_turn_takes_every_full_block_of_the_first_from_the_prefix_cache
     assert again.outputs[0].text == second.outputs[0].text
 
 
-def test_a_second_turn_takes_evicted_blocks_of_the_first_from_host_memory(gemma: Path, llama_cpp: Any) -> None:
+def test_a_second_turn_takes_evicted_blocks_of_the_first_from_host_memory(
+    gemma: Path, llama_cpp: Any
+) -> None:
     transfer = {"kv_connector": "OffloadingConnector"}
     with engine(gemma, kv_transfer_config=transfer, num_gpu_blocks_override=1 + 28, max_num_seqs=1) as llm:
         other = llm.get_tokenizer().encode(LONG[::-1])[:800]

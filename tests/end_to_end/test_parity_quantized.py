@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
 TinyModel = Callable[..., Path]
 Values = Callable[[str, Tensor], Tensor]
 
-# Prompts of so many tokens are one step each: on both sides of the row counts from which weights are restored.
+# Prompts of so many tokens are one step each:
+# on both sides of the row counts from which weights are restored.
 LENGTHS = sorted({1, 2, *(limit + extra for limit in (INT8_MAX_ROWS, INT4_MAX_ROWS) for extra in (-1, 0, 1))})
 RELATIVE = 2e-4
 
@@ -63,7 +64,8 @@ def rounded_to_int4(name: str, weight: Tensor) -> Tensor:
 def assert_logits_equal(
     llm: LLM, reference: Path, lengths: list[int] = LENGTHS, relative: float = RELATIVE, max_tokens: int = 6
 ) -> None:
-    """At every position of prompts of many lengths and of their completions, which are computed token by token."""
+    """At every position of prompts of many lengths and of their completions,
+    which are computed token by token."""
     for prompt in random_prompts(lengths):
         completion, logits = engine_logits(llm, prompt, max_tokens=max_tokens)
         expected = reference_logits(reference, prompt + completion[:-1])
@@ -110,14 +112,18 @@ def test_groups_that_are_spread_are_compiled_as_well(tiny_model: TinyModel, tmp_
     types = {"proj": "Q2_K", "embed": "Q5_K"}
     write_gguf(source, tmp_path / "model.gguf", "llama", types)
     reference = with_values(source, tmp_path / "reference", stored_in(types), tied=True)
-    with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source), enforce_eager=False) as llm:
+    with tiny_llm(
+        tmp_path / "model.gguf", quantization="int4", tokenizer=str(source), enforce_eager=False
+    ) as llm:
         assert isinstance(decoder_of(llm).layers[0].linears[0].method, SpreadGroups)
         assert_logits_equal(llm, reference, lengths=[1, 2, INT4_MAX_ROWS + 1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_compiled_as_well_without_compiling_again(tiny_model: TinyModel, tmp_path: Path, quantization: str) -> None:
+def test_compiled_as_well_without_compiling_again(
+    tiny_model: TinyModel, tmp_path: Path, quantization: str
+) -> None:
     source = tiny_model("llama-tied")
     values = rounded_to_int8 if quantization == "int8" else rounded_to_int4
     reference = with_values(source, tmp_path / "reference", values, tied=True)
@@ -146,7 +152,9 @@ def stored_in(types: dict[str, str]) -> Values:
         pytest.param({"proj": "Q5_0", "embed": "Q4_1"}, id="Q5_0"),
         pytest.param({"proj": "Q5_1", "embed": "Q5_1"}, id="Q5_1"),
         pytest.param({"proj": "Q8_0", "embed": "Q8_0"}, id="Q8_0"),
-        pytest.param({"layers.1.self_attn.v_proj": "Q8_0", "proj": "Q4_1", "embed": "Q8_0"}, id="types differ"),
+        pytest.param(
+            {"layers.1.self_attn.v_proj": "Q8_0", "proj": "Q4_1", "embed": "Q8_0"}, id="types differ"
+        ),
     ],
 )
 def test_a_gguf_file_is_multiplied_in_its_own_blocks(
@@ -186,7 +194,9 @@ def test_types_that_the_gguf_package_only_reads_are_multiplied_too(
     assert (f"of type {type_name} keep their blocks" in caplog.text) is (quantization is not None)
 
 
-def test_matrices_of_one_product_may_have_blocks_of_different_sizes(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_matrices_of_one_product_may_have_blocks_of_different_sizes(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     source = tiny_model("llama-tied", hidden_size=256, intermediate_size=256)
     types = {"v_proj": "Q4_1", "down_proj": "Q6_K", "proj": "Q2_K", "embed": "Q5_K"}
     write_gguf(source, tmp_path / "model.gguf", "llama", types)
@@ -212,7 +222,9 @@ def test_int8_keeps_blocks_of_8_bits_and_rounds_the_others(tiny_model: TinyModel
         assert_logits_equal(llm, reference, lengths=[2, INT8_MAX_ROWS + 1])
 
 
-def test_layers_of_the_same_methods_share_a_region_and_others_do_not(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_layers_of_the_same_methods_share_a_region_and_others_do_not(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     source = tiny_model("llama-tied", num_hidden_layers=5)
     types = {"layers.2.mlp.down_proj": "F32", "proj": "Q4_1", "embed": "Q8_0"}
     write_gguf(source, tmp_path / "model.gguf", "llama", {**types, "layers.2.mlp.down_proj": "Q8_0"})
@@ -234,7 +246,9 @@ def test_a_quantised_tied_head_is_the_embedding_too(tiny_model: TinyModel) -> No
             assert decoder_of(llm).embedding is decoder_of(llm).head.tensors
 
 
-def test_a_shape_that_int4_cannot_have_is_refused_with_the_layer_and_the_remedy(tiny_model: TinyModel) -> None:
+def test_a_shape_that_int4_cannot_have_is_refused_with_the_layer_and_the_remedy(
+    tiny_model: TinyModel,
+) -> None:
     source = tiny_model("llama", intermediate_size=72)
     with pytest.raises(ConfigError, match=r"multiple of 32 inputs, but down_proj has 72: use int8"):
         tiny_llm(source, quantization="int4")
@@ -266,7 +280,8 @@ def test_the_default_model_multiplied_in_its_own_blocks_equals_transformers(smol
 def test_the_default_model_in_bfloat16_differs_by_bfloat16_rounding(
     smollm2_path: Path, quantization: str | None
 ) -> None:
-    """Scales and zeros rounded to bfloat16 move the logits no further than weights rounded to bfloat16 may."""
+    """Scales and zeros rounded to bfloat16 move the logits no further than weights rounded to bfloat16
+    may."""
     prompt = random_prompts((INT4_MAX_ROWS + 10,), vocab_size=40_000)[0]
     settings: dict[str, Any] = {"quantization": quantization, "max_model_len": 128, "max_num_seqs": 4}
     with LLM(str(smollm2_path), dtype="bfloat16", num_gpu_blocks_override=16, **settings) as llm:

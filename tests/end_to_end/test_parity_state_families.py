@@ -1,4 +1,5 @@
-"""Gated delta nets and Mamba2: greedy tokens and logits equal transformers' in float32, however the work is cut."""
+"""Gated delta nets and Mamba2: greedy tokens and logits equal transformers' in float32,
+however the work is cut."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly
 def test_greedy_tokens_equal_transformers_cached_and_in_a_second_turn(
     tiny_model: TinyModel, family: str, is_async: bool
 ) -> None:
-    """The same prompts again, then a branch from the middle of one, and every text going on: all from snapshots."""
+    """The same prompts again, then a branch from the middle of one, and every text going on:
+    all from snapshots."""
     directory = tiny_model(family)
     prompts = random_prompts((1, 8, 33, 64, 17))
     with tiny_llm(directory, max_num_batched_tokens=24, async_scheduling=is_async) as llm:
@@ -65,8 +67,12 @@ def test_greedy_tokens_equal_transformers_cached_and_in_a_second_turn(
         assert greedy(llm, prompts) == expected
         again = run(llm, prompts, SamplingParams(temperature=0.0, max_tokens=16))
         assert tokens_of(again) == expected
-        assert all(output.num_cached_tokens > 0 for output in again if len(output.prompt_token_ids or ()) > 16)
-        turns = [prompt + answer + ids for prompt, answer, ids in zip(prompts, expected, random_prompts((9,) * 5))]
+        assert all(
+            output.num_cached_tokens > 0 for output in again if len(output.prompt_token_ids or ()) > 16
+        )
+        turns = [
+            prompt + answer + ids for prompt, answer, ids in zip(prompts, expected, random_prompts((9,) * 5))
+        ]
         turns.append(prompts[3][:40] + prompts[2])
         assert greedy(llm, turns) == reference_tokens(directory, turns)
         assert_pool_unused(llm)

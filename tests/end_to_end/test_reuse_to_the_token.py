@@ -1,4 +1,5 @@
-"""Prefixes that are reused to the token give the tokens of prefixes that are reused by blocks, whatever else is on."""
+"""Prefixes that are reused to the token give the tokens of prefixes that are reused by blocks,
+whatever else is on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ BLOCK_SIZE = 32
 
 
 def texts(llm: LLM) -> list[list[int]]:
-    """Answers to prompts that repeat earlier ones, go on with their answers, and part from them inside blocks."""
+    """Answers to prompts that repeat earlier ones, go on with their answers,
+    and part from them inside blocks."""
     [answer] = tokens_of(run(llm, [BASE], GREEDY))
     prompts = [BASE, BASE + answer + OTHERS[0], BASE[:75] + OTHERS[1], BASE[:45] + OTHERS[2], OTHERS[3]]
     answers = tokens_of(run(llm, prompts, [GREEDY, GREEDY, SEEDED, GREEDY, GREEDY]))
@@ -84,7 +86,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few blocks": FEW,
     "async": {"async_scheduling": True},
     "async, few blocks, chunks": FEW | {"async_scheduling": True, "max_num_batched_tokens": 24},
-    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
+    "n-grams": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    },
     "first layers": {
         "speculative_config": {"method": "early_exit", "num_layers": 2, "verification_cost": 0.0},
     },
@@ -137,7 +141,10 @@ def test_chunks_are_copied(tmp_path: Path) -> None:
 def test_blocks_of_fewer_bits_are_copied(tiny_model: TinyModel) -> None:
     model = tiny_model("llama")
     answers, _ = answers_of(LLM(**settings(model, kv_cache_dtype="bfloat16")))
-    assert answers == answers_of(LLM(**settings(model, kv_cache_dtype="bfloat16", reuse_partial_blocks=False)))[0]
+    assert (
+        answers
+        == answers_of(LLM(**settings(model, kv_cache_dtype="bfloat16", reuse_partial_blocks=False)))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,12 +165,19 @@ def test_every_worker_copies_its_layers(tiny_model: TinyModel, layout: dict[str,
 def test_a_draft_model_finds_its_keys_and_values_in_copied_blocks(tiny_model: TinyModel, parts: int) -> None:
     """It is the target itself, so it errs only where its cache does not hold what it believes."""
     model = tiny_model("llama")
-    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    config = {
+        "method": "draft_model",
+        "model": str(model),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
     check_drafts(model, config, parts)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_an_eagle_head_finds_features_in_copied_blocks(tiny_model: TinyModel, tmp_path: Path, parts: int) -> None:
+def test_an_eagle_head_finds_features_in_copied_blocks(
+    tiny_model: TinyModel, tmp_path: Path, parts: int
+) -> None:
     model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
     head = knowing_head(tmp_path / "eagle", "eagle", model)
     config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
@@ -171,7 +185,9 @@ def test_an_eagle_head_finds_features_in_copied_blocks(tiny_model: TinyModel, tm
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafters_compute_no_token_of_a_copy_again(tiny_model: TinyModel, tmp_path: Path, method: str) -> None:
+def test_drafters_compute_no_token_of_a_copy_again(
+    tiny_model: TinyModel, tmp_path: Path, method: str
+) -> None:
     """What they know of the places in a block is copied with it."""
     model = tiny_model("llama")
     guesser = model if method == "draft_model" else random_head(tmp_path / "head", "eagle")
@@ -241,7 +257,9 @@ def test_prompt_logprobs_from_a_position_on_leave_the_prompt_before_it_in_the_ca
         for output, reference in zip(outputs, expected):
             assert output.num_cached_tokens == start - 1 and output.prompt_logprobs is not None
             assert output.prompt_logprobs[:start] == [None] * start
-            for got, wanted in zip(output.prompt_logprobs[start:], reference.prompt_logprobs[start:], strict=True):
+            for got, wanted in zip(
+                output.prompt_logprobs[start:], reference.prompt_logprobs[start:], strict=True
+            ):
                 assert {token: one.logprob for token, one in got.items()} == pytest.approx(
                     {token: one.logprob for token, one in wanted.items()}, abs=1e-4
                 )

@@ -1,4 +1,5 @@
-"""A seeded request gives the same tokens whatever happens around it; the other sampling outputs equal transformers'."""
+"""A seeded request gives the same tokens whatever happens around it;
+the other sampling outputs equal transformers'."""
 
 from __future__ import annotations
 
@@ -31,10 +32,21 @@ SEEDED = (
     SamplingParams(temperature=1.0, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True),
     SamplingParams(temperature=1.0, top_p=0.8, top_k=20, seed=2, max_tokens=MAX_TOKENS, ignore_eos=True),
     SamplingParams(
-        temperature=0.8, presence_penalty=0.7, frequency_penalty=0.4, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True
+        temperature=0.8,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        seed=3,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
     ),
     SamplingParams(
-        temperature=1.2, repetition_penalty=1.3, top_p=0.9, min_p=0.02, seed=4, max_tokens=MAX_TOKENS, ignore_eos=True
+        temperature=1.2,
+        repetition_penalty=1.3,
+        top_p=0.9,
+        min_p=0.02,
+        seed=4,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
     ),
 )
 PROMPTS = random_prompts((5, 17, 9, 20), seed=3)
@@ -69,14 +81,19 @@ def test_different_seeds_give_different_tokens(llm: LLM, alone: list[list[int]])
 def test_a_seeded_request_gives_the_same_tokens_in_any_batch(llm: LLM, alone: list[list[int]]) -> None:
     strangers = random_prompts((3, 31, 12), seed=11)
     for seed in range(3):
-        everyone = [*zip(PROMPTS, SEEDED), *((prompt, SamplingParams(max_tokens=seed + 4)) for prompt in strangers)]
+        everyone = [
+            *zip(PROMPTS, SEEDED),
+            *((prompt, SamplingParams(max_tokens=seed + 4)) for prompt in strangers),
+        ]
         order = list(range(len(everyone)))
         random.Random(seed).shuffle(order)
         outputs = tokens_of(run(llm, [everyone[i][0] for i in order], [everyone[i][1] for i in order]))
         assert [outputs[order.index(i)] for i in range(len(PROMPTS))] == alone
 
 
-def test_a_seeded_request_gives_the_same_tokens_from_the_prefix_cache(llm: LLM, alone: list[list[int]]) -> None:
+def test_a_seeded_request_gives_the_same_tokens_from_the_prefix_cache(
+    llm: LLM, alone: list[list[int]]
+) -> None:
     assert llm.reset_prefix_cache()
     assert tokens_of(run(llm, PROMPTS, SEEDED)) == alone
     again = run(llm, PROMPTS, SEEDED)
@@ -85,7 +102,9 @@ def test_a_seeded_request_gives_the_same_tokens_from_the_prefix_cache(llm: LLM, 
 
 
 @pytest.mark.parametrize("budget", [1, 7])
-def test_a_seeded_request_gives_the_same_tokens_in_chunks(model: Path, alone: list[list[int]], budget: int) -> None:
+def test_a_seeded_request_gives_the_same_tokens_in_chunks(
+    model: Path, alone: list[list[int]], budget: int
+) -> None:
     with tiny_llm(model, max_num_batched_tokens=budget) as llm:
         assert tokens_of(run(llm, PROMPTS, SEEDED)) == alone
 
@@ -94,7 +113,9 @@ def test_a_seeded_request_gives_the_same_tokens_in_chunks(model: Path, alone: li
 def test_a_seeded_request_gives_the_same_tokens_when_preempted(
     model: Path, alone: list[list[int]], caching: bool
 ) -> None:
-    with tiny_llm(model, max_model_len=40, num_gpu_blocks_override=1 + 8, enable_prefix_caching=caching) as llm:
+    with tiny_llm(
+        model, max_model_len=40, num_gpu_blocks_override=1 + 8, enable_prefix_caching=caching
+    ) as llm:
         assert tokens_of(run(llm, PROMPTS * 2, SEEDED * 2)) == alone * 2
         assert llm.get_metrics().num_preemptions > 1
         assert_pool_unused(llm)
@@ -115,10 +136,13 @@ def test_completions_of_one_prompt_share_its_computed_blocks(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
     prompt = random_prompts((40,), seed=5)[0]
     before = llm.get_metrics().num_computed_tokens
-    output = run(llm, [prompt], SamplingParams(temperature=1.0, seed=1, n=4, max_tokens=4, ignore_eos=True))[0]
+    output = run(llm, [prompt], SamplingParams(temperature=1.0, seed=1, n=4, max_tokens=4, ignore_eos=True))[
+        0
+    ]
     assert len(output.outputs) == 4
     computed = llm.get_metrics().num_computed_tokens - before
-    # One computes the whole prompt; the others at most its last block. Three of four tokens each are fed back.
+    # One computes the whole prompt; the others at most its last block.
+    # Three of four tokens each are fed back.
     assert computed <= len(prompt) + 3 * 8 + 4 * 3
 
 
@@ -157,7 +181,9 @@ def test_prompt_logprobs_are_complete_although_the_prompt_is_cached_or_preempted
     for prompt, output in zip(prompts, outputs):
         expected = reference_logits(model, prompt).log_softmax(-1)
         assert output.prompt_logprobs is not None
-        found = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:]) if entry]
+        found = [
+            entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:]) if entry
+        ]
         wanted = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=1e-4)
 
@@ -179,7 +205,9 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_request(llm: LLM) -
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("pattern", ["[aeiou][^aeiou]", "(?i)P.*N[^x]", r"\W{2,3}\w+\x14"])
-def test_a_stop_expression_ends_streams_and_whole_answers_alike(llm: LLM, pattern: str, include: bool) -> None:
+def test_a_stop_expression_ends_streams_and_whole_answers_alike(
+    llm: LLM, pattern: str, include: bool
+) -> None:
     free_text = run(llm, [PROMPTS[0]], SEEDED[0])[0].outputs[0].text
     match = min(
         (

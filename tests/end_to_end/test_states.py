@@ -1,4 +1,5 @@
-"""Models whose layers keep states: second turns, steps in flight, slots full of rubbish, and what is refused."""
+"""Models whose layers keep states:
+second turns, steps in flight, slots full of rubbish, and what is refused."""
 
 from __future__ import annotations
 

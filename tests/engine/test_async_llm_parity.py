@@ -26,7 +26,12 @@ PARAMS = [
 
 
 def engine_args(model: Path, **more: Any) -> dict[str, Any]:
-    few: dict[str, Any] = {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "max_model_len": 256, "block_size": 16}
+    few: dict[str, Any] = {
+        "num_gpu_blocks_override": 17,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "block_size": 16,
+    }
     return {"model": str(model), "dtype": "float32", "enforce_eager": True, **few, **more}
 
 
@@ -34,8 +39,14 @@ def shown(output: RequestOutput) -> tuple[list[Any], list[Any]]:
     """Tokens and texts, which must be equal; logprobs, which depend on the batch in their last digits."""
     completions = output.outputs
     said = [(c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in completions]
-    positions = [p for c in completions for p in c.logprobs or []] + [p or {} for p in output.prompt_logprobs or []]
-    logprobs = [(token, approx(entry.logprob, abs=1e-4)) for position in positions for token, entry in position.items()]
+    positions = [p for c in completions for p in c.logprobs or []] + [
+        p or {} for p in output.prompt_logprobs or []
+    ]
+    logprobs = [
+        (token, approx(entry.logprob, abs=1e-4))
+        for position in positions
+        for token, entry in position.items()
+    ]
     return [output.prompt_token_ids, *said], logprobs
 
 
@@ -60,7 +71,9 @@ def test_all_three_clients_give_the_same_outputs(tiny_model: Callable[..., Path]
 
 
 @pytest.mark.parametrize("multiprocess", [False, True])
-def test_a_start_that_fails_fails_with_its_own_sentence(tiny_model: Callable[..., Path], multiprocess: bool) -> None:
+def test_a_start_that_fails_fails_with_its_own_sentence(
+    tiny_model: Callable[..., Path], multiprocess: bool
+) -> None:
     with pytest.raises(ConfigError, match="needs 17 with the null block"):
         LLM(**engine_args(tiny_model("llama"), num_gpu_blocks_override=5), multiprocess=multiprocess)
     with pytest.raises(ModelError, match="nowhere"):

@@ -1,7 +1,8 @@
-"""async_scheduling changes when things happen and nothing else: every output is the one of a synchronous engine.
+"""async_scheduling changes when things happen and nothing else:
+every output is the one of a synchronous engine.
 
-"thread": the worker has a thread of its own, as on a CPU. "launch": steps are launched on tokens that the host does not
-know yet, as on a GPU, whose memory is not the host's.
+"thread": the worker has a thread of its own, as on a CPU. "launch": steps are launched on tokens that the
+host does not know yet, as on a GPU, whose memory is not the host's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def greedy(**more: Any) -> SamplingParams:
 
 
 def seeded(seed: int, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": MAX_TOKENS, "ignore_eos": True, **more})
+    return SamplingParams(
+        **{"temperature": 1.0, "seed": seed, "max_tokens": MAX_TOKENS, "ignore_eos": True, **more}
+    )
 
 
 MANY_IDS = list(range(10, 416, 9))
@@ -62,7 +65,9 @@ REQUESTS: dict[str, SamplingParams] = {
     "repetition": greedy(
         allowed_token_ids=[20, 21], repetition_detection=RepetitionDetection(max_pattern_size=2, min_count=3)
     ),
-    "choice": greedy(structured_outputs=StructuredOutputs(choice=["yes", "no, never", "maybe"]), ignore_eos=False),
+    "choice": greedy(
+        structured_outputs=StructuredOutputs(choice=["yes", "no, never", "maybe"]), ignore_eos=False
+    ),
     "regex": seeded(11, structured_outputs=StructuredOutputs(regex="[a-c]{3,9}x"), ignore_eos=False),
 }
 PROMPTS = random_prompts(tuple(5 + 3 * index % 23 for index in range(len(REQUESTS))), seed=5)
@@ -109,7 +114,8 @@ def outcomes(llm: LLM, **more: Any) -> dict[str, Any]:
     return {name: described(output) for name, output in zip(REQUESTS, outputs)}
 
 
-# Budgets that cut prompts into single tokens, into chunks, and not at all; the pool of 17 blocks is too small for all.
+# Budgets that cut prompts into single tokens, into chunks, and not at all;
+# the pool of 17 blocks is too small for all.
 SETTINGS: dict[str, dict[str, Any]] = {
     "budget 1": {"max_num_batched_tokens": 1, "max_num_seqs": 3},
     "budget 7": {"max_num_batched_tokens": 7},
@@ -139,7 +145,9 @@ def expected(model: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_output_is_the_same(model: Path, expected: dict[str, Any], setting: str, mode: str) -> None:
-    more: dict[str, Any] = {"priority": [index % 3 for index in range(len(PROMPTS))]} if setting == "priority" else {}
+    more: dict[str, Any] = (
+        {"priority": [index % 3 for index in range(len(PROMPTS))]} if setting == "priority" else {}
+    )
     with engine(model, mode, **SETTINGS[setting]) as llm:
         found = outcomes(llm, **more)
         preempted = llm.get_metrics().num_preemptions
@@ -209,7 +217,8 @@ def test_vectors_are_the_same_between_texts(model: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_aborting_at_any_step_harms_nobody(model: Path, mode: str) -> None:
-    """The id of who was aborted is used again at once, while the step that computes its last token is in flight."""
+    """The id of who was aborted is used again at once,
+    while the step that computes its last token is in flight."""
     prompts = random_prompts((20, 11, 6), seed=9)
     params = [seeded(1, repetition_penalty=1.2), seeded(2), seeded(3, logprobs=1)]
     with engine(model, None) as llm:

@@ -1,4 +1,5 @@
-"""Compilation in the background: when workers change over, what is logged meanwhile, and where it is the default."""
+"""Compilation in the background:
+when workers change over, what is logged meanwhile, and where it is the default."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from minivllm.engine.resolve import resolve_background
 
 
 class Workers:
-    """Two workers as an executor's ``collective`` reaches them. built: (of the first, of the second), of 3 each."""
+    """Two workers as an executor's ``collective`` reaches them.
+    built: (of the first, of the second), of 3 each."""
 
     def __init__(self, *built: int, can_build: bool = True) -> None:
         self.built, self.is_building, self.can_build = list(built), True, can_build
@@ -54,8 +56,12 @@ def test_workers_change_over_together_once_the_last_one_has_everything(
     assert workers.calls == ["serve_uncompiled", "change_over"] and builds.are_done
 
 
-@pytest.mark.parametrize("workers", [Workers(3, 3), Workers(0, 3, can_build=False)], ids=["on disk", "cannot fork"])
-def test_what_need_not_or_cannot_be_built_in_the_background_is_compiled_at_the_start(workers: Workers) -> None:
+@pytest.mark.parametrize(
+    "workers", [Workers(3, 3), Workers(0, 3, can_build=False)], ids=["on disk", "cannot fork"]
+)
+def test_what_need_not_or_cannot_be_built_in_the_background_is_compiled_at_the_start(
+    workers: Workers,
+) -> None:
     assert BackgroundBuilds(workers).are_done
     assert workers.calls[-1] == "change_over"
 
@@ -90,7 +96,9 @@ def test_progress_is_logged_with_an_estimate(clock: list[float], caplog: pytest.
         ((3, 12, 2, 20.0), "Compiling in the background: 3 of 12 regions after 20 s, about 3 minutes left."),
     ],
 )
-def test_the_estimate_counts_what_this_start_has_built(arguments: tuple[int, int, int, float], line: str) -> None:
+def test_the_estimate_counts_what_this_start_has_built(
+    arguments: tuple[int, int, int, float], line: str
+) -> None:
     assert progress_line(*arguments) == line
 
 
@@ -107,5 +115,7 @@ def test_the_estimate_counts_what_this_start_has_built(arguments: tuple[int, int
         ({"distributed_executor_backend": "external_launcher"}, "cpu", False),
     ],
 )
-def test_it_is_the_default_of_every_frontend_on_a_cpu(given: dict[str, Any], device: str, expected: bool) -> None:
+def test_it_is_the_default_of_every_frontend_on_a_cpu(
+    given: dict[str, Any], device: str, expected: bool
+) -> None:
     assert resolve_background(EngineArgs(model="m", **given), device) is expected

@@ -1,4 +1,5 @@
-"""The engine process under faults, with a mock in place of the model: who learns what, and what is left behind."""
+"""The engine process under faults, with a mock in place of the model:
+who learns what, and what is left behind."""
 
 from __future__ import annotations
 
@@ -171,7 +172,12 @@ def test_the_directory_of_a_killed_owner_is_removed_by_the_next_start(
         owner.kill()
         owner.wait()
     second = PrivateDirectory()
-    assert {one.name for one in tmp_path.iterdir()} == {"minivllm-other", "other", first.path.name, second.path.name}
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "minivllm-other",
+        "other",
+        first.path.name,
+        second.path.name,
+    }
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700 and (first.path / LOCK_FILE).exists()
     first.remove()
     second.remove()
@@ -284,7 +290,9 @@ def test_malformed_frames_to_the_frontend_are_harmless(
             socket.connect(f"ipc://{connection._directory}/{name}")
             for parts in sent:
                 socket.send_multipart(parts)
-        assert generate(client, request("mine", [11, 12]))["mine"].new_token_ids == expected_tokens([11, 12], 8)
+        assert generate(client, request("mine", [11, 12]))["mine"].new_token_ids == expected_tokens(
+            [11, 12], 8
+        )
     finally:
         context.destroy(linger=0)
 
@@ -458,7 +466,8 @@ def test_asynchronous_client_tells_of_a_death_once_and_fails_every_call() -> Non
 
 
 def test_mock_engine_needs_no_torch() -> None:
-    """Else these tests would start slowly; and the frontend's half of a process split would carry torch along."""
+    """Else these tests would start slowly;
+    and the frontend's half of a process split would carry torch along."""
     names = ("connection", "process_clients", "process", "client")
     modules = ", ".join(f"minivllm.engine_process.{name}" for name in names)
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

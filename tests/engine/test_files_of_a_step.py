@@ -13,11 +13,25 @@ from minivllm import LLM, SamplingParams
 HOME = Path(minivllm.__file__).parent
 MOST_FILES, MOST_OF_THE_WORKER = 47, 26
 """May only fall."""
-WORKER_FOLDERS = {"attention", "batch", "device", "linear", "models", "program", "sampling", "specs", "worker"}
+WORKER_FOLDERS = {
+    "attention",
+    "batch",
+    "device",
+    "linear",
+    "models",
+    "program",
+    "sampling",
+    "specs",
+    "worker",
+}
 
 
 def test_a_plain_decode_enters_few_files(tiny_model: Callable[..., Path]) -> None:
-    settings: dict[str, Any] = {"enforce_eager": True, "attention_backend": "sdpa", "num_gpu_blocks_override": 16}
+    settings: dict[str, Any] = {
+        "enforce_eager": True,
+        "attention_backend": "sdpa",
+        "num_gpu_blocks_override": 16,
+    }
     entered: set[Path] = set()
 
     def note(frame: Any, event: str, argument: object) -> None:

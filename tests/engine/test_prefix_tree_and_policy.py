@@ -22,7 +22,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def arguments(model: Path, **settings: Any) -> dict[str, Any]:
-    given = {"enforce_eager": True, "device": "cpu", "dtype": "float32", "block_size": 16, "max_model_len": 64}
+    given = {
+        "enforce_eager": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 16,
+        "max_model_len": 64,
+    }
     return {"model": str(model), **given, **settings}
 
 
@@ -60,5 +66,7 @@ def test_the_tree_of_an_engine_process_has_the_prompts_and_answers(tiny_model: C
         assert node.users == 0 and node.age >= 0 and node.num_bytes % 16 == 0
         found.append(open_texts[-1])
     assert all(text in found for text in texts)
-    assert [node.num_tokens for node in tree.nodes if node.depth == 0].count(40) == 1, "two texts of one family"
+    assert [node.num_tokens for node in tree.nodes if node.depth == 0].count(40) == 1, (
+        "two texts of one family"
+    )
     assert msgspec.convert(msgspec.to_builtins(tree), PrefixTree) == tree

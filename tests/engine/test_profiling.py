@@ -46,7 +46,9 @@ def traced(model: Path, directory: Path, max_tokens: int) -> tuple[list[int], li
         [output] = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     [file] = directory.iterdir()
     events = json.loads(file.read_text())["traceEvents"]
-    return list(output.outputs[0].token_ids), [event for event in events if event.get("cat") == "user_annotation"]
+    return list(output.outputs[0].token_ids), [
+        event for event in events if event.get("cat") == "user_annotation"
+    ]
 
 
 def test_every_step_has_every_range_inside_it(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -72,7 +74,9 @@ def test_a_trace_changes_no_token_and_ends_after_its_steps(
     tokens, events = traced(tiny_model("llama"), tmp_path, max_tokens=6)
     assert len(tokens) == 6
     assert sum(event["name"] == "step" for event in events) == 2
-    with LLM(str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9) as llm:
+    with LLM(
+        str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9
+    ) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         [output] = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == tokens
@@ -109,7 +113,9 @@ def test_ranges_stay_when_other_regions_take_over(tiny_model: Callable[..., Path
             return run
 
     names = ("first", "between", "last", "attention", "prepare", "sample")
-    args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9)
+    args = EngineArgs(
+        model=str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9
+    )
     with LLMEngine.from_args(args) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, params)

@@ -24,7 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def engine_args(model: Path, **more: Any) -> dict[str, Any]:
-    few: dict[str, Any] = {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "max_model_len": 256, "block_size": 16}
+    few: dict[str, Any] = {
+        "num_gpu_blocks_override": 17,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "block_size": 16,
+    }
     return {"model": str(model), "dtype": "float32", "enforce_eager": True, **few, **more}
 
 
@@ -47,7 +52,10 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 def other_weights(model: Path, tmp_path: Path) -> Path:
     """The same architecture with its layers in another order."""
     tensors = load_file(model / "model.safetensors")
-    swapped = {name.replace(".0.", ".x.").replace(".2.", ".0.").replace(".x.", ".2."): t for name, t in tensors.items()}
+    swapped = {
+        name.replace(".0.", ".x.").replace(".2.", ".0.").replace(".x.", ".2."): t
+        for name, t in tensors.items()
+    }
     directory = tmp_path / "other"
     directory.mkdir()
     save_file(swapped, directory / "model.safetensors")
@@ -136,7 +144,8 @@ def test_weights_that_do_not_fit_change_nothing(model: Path, tmp_path: Path) -> 
 
 
 def test_weights_that_break_while_they_are_read_change_nothing(model: Path, tmp_path: Path) -> None:
-    """The header is sound, so the old weights have gone when the new ones turn out to be quantised otherwise."""
+    """The header is sound, so the old weights have gone when the new ones turn out to be quantised
+    otherwise."""
     with LLM(**engine_args(model)) as llm:
         expected = texts(llm)
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
@@ -173,12 +182,20 @@ def test_weights_that_cannot_be_read_again_leave_the_engine_asleep(model: Path, 
         (("update_weights", 7), "Expected `str`"),
         (("stop_profile",), "No profile is being recorded"),
         (("start_profile", "/proc/no"), "cannot go to '/proc/no'"),
-        (("collective_rpc", "execute", []), "'execute' cannot be called on the workers; known are: .*memory_bytes"),
+        (
+            ("collective_rpc", "execute", []),
+            "'execute' cannot be called on the workers; known are: .*memory_bytes",
+        ),
         (("collective_rpc", "__init__", []), "cannot be called on the workers"),
-        (("collective_rpc", "memory_bytes", [1]), "memory_bytes cannot be called so: too many positional arguments"),
+        (
+            ("collective_rpc", "memory_bytes", [1]),
+            "memory_bytes cannot be called so: too many positional arguments",
+        ),
     ],
 )
-def test_calls_with_wrong_arguments_are_refused_in_a_sentence(quiet_llm: LLM, call: tuple[Any, ...], text: str) -> None:
+def test_calls_with_wrong_arguments_are_refused_in_a_sentence(
+    quiet_llm: LLM, call: tuple[Any, ...], text: str
+) -> None:
     with pytest.raises(RequestError, match=text):
         quiet_llm.llm_engine.client.call(*call)
 
@@ -199,7 +216,9 @@ def test_profile_is_a_trace_of_what_ran_in_between(quiet_llm: LLM, tmp_path: Pat
     assert {"execute", "first", "attention", "last"} <= names, "the spans are in it"
 
 
-def test_async_engine_sleeps_only_when_idle_and_refuses_requests_meanwhile(model: Path, tmp_path: Path) -> None:
+def test_async_engine_sleeps_only_when_idle_and_refuses_requests_meanwhile(
+    model: Path, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with AsyncLLM.from_args(EngineArgs(**engine_args(model))) as llm:
 
@@ -217,7 +236,9 @@ def test_async_engine_sleeps_only_when_idle_and_refuses_requests_meanwhile(model
             await running.aclose()
             await llm.sleep(2)
             assert await llm.is_sleeping()
-            assert await llm.collective_rpc("memory_bytes") == [{"weights": 0, "kv_cache": 0, "kv_cache_touched": 0}]
+            assert await llm.collective_rpc("memory_bytes") == [
+                {"weights": 0, "kv_cache": 0, "kv_cache_touched": 0}
+            ]
             assert "asleep" in await text()
             await llm.wake_up()
             assert await text() == expected

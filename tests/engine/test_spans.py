@@ -1,4 +1,5 @@
-"""Spans: one test and one shared object without a listener; otherwise listeners get the spans they asked for."""
+"""Spans: one test and one shared object without a listener;
+otherwise listeners get the spans they asked for."""
 
 from __future__ import annotations
 
@@ -53,7 +54,14 @@ def test_listeners_hear_beginnings_and_ends_in_order() -> None:
             pass
     with span("unheard"):
         pass
-    assert first.lines == [("outer", 1), ("inner", 2), "end of inner", "end of outer", ("after", None), "end of after"]
+    assert first.lines == [
+        ("outer", 1),
+        ("inner", 2),
+        "end of inner",
+        "end of outer",
+        ("after", None),
+        "end of after",
+    ]
     assert second.lines == [("inner", 2), "end of inner"]
 
 
@@ -73,7 +81,11 @@ def test_the_same_listener_may_listen_twice() -> None:
             pass
         with span("b"):
             pass
-    assert [line for line in notes.lines if isinstance(line, tuple)] == [("a", None), ("a", None), ("b", None)]
+    assert [line for line in notes.lines if isinstance(line, tuple)] == [
+        ("a", None),
+        ("a", None),
+        ("b", None),
+    ]
 
 
 def test_a_span_ends_with_the_error_that_leaves_it() -> None:

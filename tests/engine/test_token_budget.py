@@ -42,7 +42,9 @@ def test_streams_are_served_interactively_unless_told_otherwise(
     mode: str | None, expected: str, tiny_model: Callable[..., Path]
 ) -> None:
     async def budget() -> int:
-        args = EngineArgs(model=str(tiny_model("llama")), device="cpu", enforce_eager=True, performance_mode=mode)
+        args = EngineArgs(
+            model=str(tiny_model("llama")), device="cpu", enforce_eager=True, performance_mode=mode
+        )
         async with AsyncLLM.from_args(args) as llm:
             return llm.client.config.scheduler.max_num_batched_tokens
 

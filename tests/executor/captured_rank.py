@@ -1,7 +1,8 @@
-"""One of two ranks whose steps are recorded, collectives and all, and replayed: what GPUs do with CUDA graphs and NCCL.
+"""One of two ranks whose steps are recorded, collectives and all, and replayed:
+what GPUs do with CUDA graphs and NCCL.
 
-``python -m tests.executor.captured_rank RANK RENDEZVOUS MODEL MODE``: prints the tokens of its answers and how many
-steps were replayed, as JSON. Both ranks decide alike: nothing here depends on time.
+``python -m tests.executor.captured_rank RANK RENDEZVOUS MODEL MODE``: prints the tokens of its answers and
+how many steps were replayed, as JSON. Both ranks decide alike: nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def main() -> None:
     RankExecutor.communicator = NcclCommunicator(rank, 2, rendezvous, device="cpu", backend="gloo")
     executor = RankExecutor(config, facts)
     client = InProcessClient(EngineCore(config, executor), facts.vocab_size, facts.eos_token_ids)
-    with LLM(engine=LLMEngine(client, load_model_tokenizer(args, config.model_path, config.load_format))) as llm:
+    with LLM(
+        engine=LLMEngine(client, load_model_tokenizer(args, config.model_path, config.load_format))
+    ) as llm:
         runner = executor.worker.runner
         with torch.inference_mode():
             runner.capture_graphs(mode, RecordedGraphs())  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""One rank that exchanges tensors through shared memory, through gloo, and as GPUs do (here by gloo too), and checks
-what arrives.
+"""One rank that exchanges tensors through shared memory, through gloo, and as GPUs do (here by gloo too),
+and checks what arrives.
 
 ``python -m tests.executor.communicator_process RANK MEMORY EVENTS RENDEZVOUS``: EVENTS as JSON.
 """
@@ -35,7 +35,10 @@ def check(communicator: Communicator) -> list[Tensor]:
         assert torch.equal(total, expected.to(dtype)), (rank, round)
         widths = [64 * (1 + other) for other in range(size)]
         pieces = [part[:5, :width] for part, width in zip(parts, widths)]
-        assert torch.equal(communicator.gather_columns(pieces[rank], widths), torch.cat(pieces, 1)), (rank, round)
+        assert torch.equal(communicator.gather_columns(pieces[rank], widths), torch.cat(pieces, 1)), (
+            rank,
+            round,
+        )
         results.append(total)
     return results
 

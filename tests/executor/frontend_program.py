@@ -1,8 +1,8 @@
 """A frontend with an engine process and two workers, which says what it does: what processes are killed in.
 
-``python -m tests.executor.frontend_program ARGUMENTS PHASE``: ARGUMENTS of the engine as JSON. PHASE: where to wait for
-the end. Every line of its output is JSON: ``{"phase": …}``, or ``{"error": …, "time": …}`` for every caller, with
-time.monotonic(), which all processes of a machine share.
+``python -m tests.executor.frontend_program ARGUMENTS PHASE``: ARGUMENTS of the engine as JSON. PHASE: where
+to wait for the end. Every line of its output is JSON: ``{"phase": …}``, or ``{"error": …, "time": …}`` for
+every caller, with time.monotonic(), which all processes of a machine share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A worker process without a model: answers the calls of an executor, and has faults on demand.
 
-``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED READER READERS``. Every step gives each
-scheduled request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start, load_model, step; or
-hang (in every step, and the others wait), differ (digests of other tokens), or config (ConfigError at load_model).
+``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED READER READERS``. Every step gives
+each scheduled request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start,
+load_model, step; or hang (in every step, and the others wait), differ (digests of other tokens), or config
+(ConfigError at load_model).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Nodes with mocks in place of workers, in processes of their own.
 
-``python -m tests.executor.node_program CONFIG FAULT``: CONFIG, an ``EngineConfig`` as JSON, of a node but the first.
+``python -m tests.executor.node_program CONFIG FAULT``:
+CONFIG, an ``EngineConfig`` as JSON, of a node but the first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def read(text: str) -> EngineConfig:
 
 
 def start(config: EngineConfig, fault: str = "none", head: HeadNode | None = None) -> MultiprocExecutor:
-    """The first node, when all others are there. head: its side of the connections, if they were waited for already."""
+    """The first node, when all others are there.
+    head: its side of the connections, if they were waited for already."""
     facts = cast(Any, SimpleNamespace(vocab_size=100))
     return MultiprocExecutor(config, facts, command(fault), head or HeadNode(config, SETTINGS))
 

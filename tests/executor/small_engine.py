@@ -9,7 +9,8 @@ import psutil
 
 
 def small_engine(model: Path, **more: Any) -> dict[str, Any]:
-    """Engine arguments, in float32 on a CPU; ``more`` replace them. Prompts come in chunks of up to two blocks."""
+    """Engine arguments, in float32 on a CPU; ``more`` replace them.
+    Prompts come in chunks of up to two blocks."""
     return {
         "model": str(model),
         "dtype": "float32",
@@ -33,4 +34,6 @@ def command_of(process: psutil.Process) -> str:
 
 def worker_processes() -> list[psutil.Process]:
     """Children of this process that are workers."""
-    return [one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)]
+    return [
+        one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)
+    ]

@@ -2,9 +2,9 @@
 
     python -m pytest -n 0 --benchmark-only tests/executor/test_bench_communication.py
 
-Two processes with one thread each. A record of a step crosses the ring to a reader that sleeps, and to one that asks
-all the time. Tensors are added through shared memory, by ranks that ask for a while before they sleep and by such that
-sleep at once, and through gloo.
+Two processes with one thread each. A record of a step crosses the ring to a reader that sleeps, and to one
+that asks all the time. Tensors are added through shared memory, by ranks that ask for a while before they
+sleep and by such that sleep at once, and through gloo.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def test_bench_record_to_a_reader(benchmark: Any, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("rows", [1, 16, 512])
-def test_bench_sum_of_two_ranks(benchmark: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, rows: int) -> None:
+def test_bench_sum_of_two_ranks(
+    benchmark: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, rows: int
+) -> None:
     def add(way: str) -> list[float]:
         segment = open_segment(2)
         descriptors = segment_descriptors(segment)

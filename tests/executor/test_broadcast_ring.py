@@ -1,4 +1,5 @@
-"""The broadcast ring against a plain list: everything arrives, in order, for any sizes and with any slow reader."""
+"""The broadcast ring against a plain list:
+everything arrives, in order, for any sizes and with any slow reader."""
 
 from __future__ import annotations
 

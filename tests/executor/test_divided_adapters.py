@@ -1,5 +1,5 @@
-"""LoRA over a model that several workers divide: each has the part of A or B that goes with its own of the layer, and
-only those of the layers of its stage."""
+"""LoRA over a model that several workers divide: each has the part of A or B that goes with its own of the
+layer, and only those of the layers of its stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from tests.lora.test_lora_parity import Adapters, assert_logprobs_equal_merged, 
 from tests.parity_reference import random_prompts
 
 FIVE = {**UNEVEN, "num_hidden_layers": 5}
-SETTINGS = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 40}
+SETTINGS = {
+    "enable_lora": True,
+    "max_loras": 6,
+    "max_lora_rank": 64,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 40,
+}
 
 
 @pytest.mark.parametrize(
@@ -51,14 +57,22 @@ def of_one_layer(directory: Path, model: Path, layer: int, factor: float = 1.0) 
 def sampled(llm: LLM, prompts: list[list[int]], adapters: Adapters) -> list[list[int]]:
     """Tokens drawn with a seed, in several steps of several requests."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=adapters)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=adapters
+    )
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_stages_place_the_adapters_of_their_own_layers(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Three slots for seven adapters, which therefore come and go; two of them leave whole stages as they are."""
+def test_stages_place_the_adapters_of_their_own_layers(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Three slots for seven adapters, which therefore come and go;
+    two of them leave whole stages as they are."""
     model = tiny_model("llama-biases", **FIVE)
-    adapters = [*mixed_adapters(tmp_path, model), *(of_one_layer(tmp_path / f"of-{i}", model, i) for i in (0, 4))]
+    adapters = [
+        *mixed_adapters(tmp_path, model),
+        *(of_one_layer(tmp_path / f"of-{i}", model, i) for i in (0, 4)),
+    ]
     prompts = random_prompts((5, 17, 1, 33, 9, 12, 8, 20))
     few: dict[str, Any] = {**SETTINGS, "max_loras": 3, "max_cpu_loras": 4, "num_gpu_blocks_override": 14}
     with LLM(**arguments(model, **few)) as llm:
@@ -75,7 +89,9 @@ def test_stages_place_the_adapters_of_their_own_layers(tiny_model: Callable[...,
             outputs = run_mixed(llm, prompts, adapters, logprobs=0, prompt_logprobs=0)
             assert_logprobs_equal_merged(model, outputs, prompts, adapters)
             workers = llm.llm_engine.client.core.executor.workers  # type: ignore[attr-defined]
-            assert llm.llm_engine.client.call("collective_rpc", "adapter_shapes", []) == [shapes] * len(workers)
+            assert llm.llm_engine.client.call("collective_rpc", "adapter_shapes", []) == [shapes] * len(
+                workers
+            )
             first, *others = [worker.adapters for worker in workers]
             assert len(first.names_in_slots) == 3
             assert all(other.names_in_slots == first.names_in_slots for other in others)
@@ -138,5 +154,6 @@ def test_vectors_and_tokens_of_processes_are_those_of_one_worker(
         assert spans[name] >= {"queries", "attention", "exchange", "sample"} and "schedule" not in spans[name]
         # On the clock of the engine core: within its steps.
         assert (
-            min(moments["engine core"]) < min(moments[name]) and max(moments[name]) < max(moments["engine core"]) + 1e6
+            min(moments["engine core"]) < min(moments[name])
+            and max(moments[name]) < max(moments["engine core"]) + 1e6
         )

@@ -1,4 +1,5 @@
-"""Workers that compile in the background change over to compiled code together, however long each of them takes."""
+"""Workers that compile in the background change over to compiled code together,
+however long each of them takes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
 
 
 class SlowCompiler(RegionCompiler):
-    """Hands out regions as they are. Its one build, where it needs any, is over when asked for ``rounds`` times."""
+    """Hands out regions as they are.
+    Its one build, where it needs any, is over when asked for ``rounds`` times."""
 
     num_regions = 1
 
@@ -77,7 +79,11 @@ def test_ranks_change_over_at_the_same_step(
 
     monkeypatch.setattr(Worker, "_make_compiler", make)
     monkeypatch.setattr(background_builds, "POLL_SECONDS", 0.0)
-    settings: dict[str, Any] = {"attention_backend": "sdpa", "compile_in_background": True, "enforce_eager": False}
+    settings: dict[str, Any] = {
+        "attention_backend": "sdpa",
+        "compile_in_background": True,
+        "enforce_eager": False,
+    }
     with virtual_llm(**arguments(model, **layout, **settings)) as llm:  # whose requests take every slot
         compilers: list[Any] = [
             worker._compiler

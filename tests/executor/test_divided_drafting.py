@@ -1,5 +1,5 @@
-"""Drafters over a model that several workers divide, by parts or in stages: the tokens are those of one worker, and so
-are the guesses of parts."""
+"""Drafters over a model that several workers divide, by parts or in stages: the tokens are those of one
+worker, and so are the guesses of parts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_tokens_are_those_without_drafts_and_guesses_those_of_one_worker(
     with always_drafts(tiny_llm(model, speculative_config=config, **roomy)) as llm:
         assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
         expected = counts(llm)
-    with always_drafts(divided_llm(model, size, speculative_config=config, max_num_batched_tokens=None)) as llm:
+    with always_drafts(
+        divided_llm(model, size, speculative_config=config, max_num_batched_tokens=None)
+    ) as llm:
         assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
         assert llm.get_metrics().num_preemptions > 0
         drafted, accepted = counts(llm)
@@ -112,7 +114,9 @@ def test_the_last_stage_guesses_and_all_take_back_what_is_rejected(
         assert own == [worker._stage.is_last and method == "draft_model" for worker in workers_of(llm)]
 
 
-def test_a_head_knows_in_the_last_stage_what_it_knows_beside_all_layers(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_head_knows_in_the_last_stage_what_it_knows_beside_all_layers(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """It looks up tokens in the model's embedding, which that stage keeps for it."""
     model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
     head = knowing_head(tmp_path / "eagle", "eagle", model)
@@ -126,18 +130,28 @@ def test_a_head_knows_in_the_last_stage_what_it_knows_beside_all_layers(tiny_mod
             assert accepted > 0.97 * drafted > 0
 
 
-def test_what_needs_layers_of_several_stages_to_guess_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_what_needs_layers_of_several_stages_to_guess_is_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     model, head = tiny_model("llama"), random_head(tmp_path / "eagle3", "eagle3")
     for config, message in (
-        ({"method": "early_exit", "num_layers": 1}, "early_exit guesses from the first layers and the head, which no"),
-        ({"method": "eagle3", "model": str(head)}, "eagle3 guesses from hidden states of layers all over the model"),
+        (
+            {"method": "early_exit", "num_layers": 1},
+            "early_exit guesses from the first layers and the head, which no",
+        ),
+        (
+            {"method": "eagle3", "model": str(head)},
+            "eagle3 guesses from hidden states of layers all over the model",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             divided_llm(model, 1, pipeline_parallel_size=2, speculative_config=config)
 
 
 @pytest.mark.parametrize("version", ["eagle", "eagle3"])
-def test_a_head_that_can_know_what_the_model_says_is_right(tiny_model: TinyModel, tmp_path: Path, version: str) -> None:
+def test_a_head_that_can_know_what_the_model_says_is_right(
+    tiny_model: TinyModel, tmp_path: Path, version: str
+) -> None:
     """EAGLE's head shares embedding and head with a model of which each worker has a part of both."""
     model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
     head = knowing_head(tmp_path / version, version, model)
@@ -155,7 +169,8 @@ def test_a_head_that_can_know_what_the_model_says_is_right(tiny_model: TinyModel
 
 
 def test_all_ranks_take_drafts_for_equally_costly(model: Path, plain: list[list[int]]) -> None:
-    """Shares of a layer are uneven, and so are the steps that drafts are compared with: the dearest counts."""
+    """Shares of a layer are uneven, and so are the steps that drafts are compared with:
+    the dearest counts."""
     config = {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 3}
     with divided_llm(model, 2, speculative_config=config) as llm:
         speculations = [worker.runner.speculation for worker in workers_of(llm)]

@@ -1,4 +1,5 @@
-"""Whatever workers divide of a model, and however its weights are stored: the tokens are those of one worker."""
+"""Whatever workers divide of a model, and however its weights are stored:
+the tokens are those of one worker."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 from minivllm.simulation.ranks import virtual_llm
-from tests.end_to_end.test_compressed_tensors import PER_TOKEN, all_but_the_head, compressed_copy, group, weights
+from tests.end_to_end.test_compressed_tensors import (
+    PER_TOKEN,
+    all_but_the_head,
+    compressed_copy,
+    group,
+    weights,
+)
 from tests.end_to_end.test_packed_checkpoints import float8_copy, quantised_copy
 from tests.executor.small_engine import small_engine
 from tests.gguf_families import write_expert_gguf
@@ -26,7 +33,13 @@ TinyModel = Callable[..., Path]
 
 LAYERS = {"num_hidden_layers": 2}
 # Three units of whatever is divided.
-EXPERTS = {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 16, "moe_intermediate_size": 80}
+EXPERTS = {
+    **LAYERS,
+    "num_key_value_heads": 3,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "moe_intermediate_size": 80,
+}
 LATENTS = {
     **LAYERS,
     "num_key_value_heads": 4,
@@ -48,7 +61,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe, a gated shared MLP": ("qwen2-moe", {**EXPERTS, "shared_expert_intermediate_size": 72}),
     "gpt-oss, biased experts, sinks, windows": ("gpt-oss", {**EXPERTS, "intermediate_size": 80}),
     "glm4-moe, groups, two shared": ("glm4-moe-groups", {**EXPERTS, "first_k_dense_replace": 1}),
-    "olmo2, norms of all heads": ("olmo2-biases", {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6}),
+    "olmo2, norms of all heads": (
+        "olmo2-biases",
+        {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6},
+    ),
     "olmo2, one KV head for all": ("olmo2-tied", {**LAYERS, "num_attention_heads": 6}),
     "olmo3, windows": ("olmo3", {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6}),
     "gates behind attention": ("qwen3.5", {**EXPERTS, "layer_types": ["full_attention"] * 2}),
@@ -125,18 +141,28 @@ def test_experts_that_are_rounded_are_divided_as_well(tiny_model: TinyModel, qua
 PACKED: dict[str, Callable[[Path, Path], Path]] = {
     "awq": lambda source, target: quantised_copy(source, target, "awq", {})[0],
     "gptq": lambda source, target: quantised_copy(source, target, "gptq", {"bits": 8})[0],
-    "gptq by activation": lambda source, target: quantised_copy(source, target, "gptq", {"desc_act": True})[0],
+    "gptq by activation": lambda source, target: quantised_copy(source, target, "gptq", {"desc_act": True})[
+        0
+    ],
     "fp8 in blocks": lambda source, target: float8_copy(source, target, "block")[0],
     "fp8 in rows": lambda source, target: float8_copy(source, target, "row")[0],
-    "compressed-tensors, groups of 4 bits": lambda source, target: compressed(source, target, weights(symmetric=False)),
-    "compressed-tensors, rows of 4 bits": lambda source, target: compressed(source, target, weights(4, "channel")),
-    "compressed-tensors, rows of 8 bits": lambda source, target: compressed(source, target, weights(8, "channel")),
+    "compressed-tensors, groups of 4 bits": lambda source, target: compressed(
+        source, target, weights(symmetric=False)
+    ),
+    "compressed-tensors, rows of 4 bits": lambda source, target: compressed(
+        source, target, weights(4, "channel")
+    ),
+    "compressed-tensors, rows of 8 bits": lambda source, target: compressed(
+        source, target, weights(8, "channel")
+    ),
 }
 
 
 def compressed(source: Path, target: Path, settings: dict[str, Any], inputs: Any = None) -> Path:
     form = "int-quantized" if settings["num_bits"] == 8 else "pack-quantized"
-    return compressed_copy(source, target, [group(form, settings, inputs=inputs)], ["lm_head"], all_but_the_head)[0]
+    return compressed_copy(
+        source, target, [group(form, settings, inputs=inputs)], ["lm_head"], all_but_the_head
+    )[0]
 
 
 HEADS = {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 16}
@@ -146,7 +172,8 @@ HEADS = {**LAYERS, "num_key_value_heads": 3, "num_attention_heads": 6, "head_dim
 def test_a_part_of_a_quantised_weight_is_what_it_is_in_the_whole(
     tiny_model: TinyModel, tmp_path: Path, name: str
 ) -> None:
-    """Two or four query heads, 32 or 64 inputs, are whole groups; 64 of 96 inputs are a part of a whole row."""
+    """Two or four query heads, 32 or 64 inputs, are whole groups;
+    64 of 96 inputs are a part of a whole row."""
     source = tiny_model("qwen3", **WIDE | HEADS)
     assert_divided(arguments(PACKED[name](source, tmp_path)), sizes=(3,))
 
@@ -181,7 +208,12 @@ def test_mxfp4_experts_are_divided(tiny_model: TinyModel, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
 def test_experts_of_a_gguf_file_are_divided(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
-    sizes = {**EXPERTS, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "intermediate_size": 96}
+    sizes = {
+        **EXPERTS,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 96,
+        "intermediate_size": 96,
+    }
     source = tiny_model(family, **WIDE | sizes, mlp_only_layers=[])
     write_expert_gguf(source, tmp_path / "model.gguf", "Q4_0")
     one = arguments(tmp_path / "model.gguf", tokenizer=str(source), quantization="int8")
@@ -213,8 +245,12 @@ def test_workers_round_the_inputs_that_they_divide_by_the_largest_of_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"dtype": "bfloat16"}, {"pipeline_parallel_size": 2}, {"enforce_eager": False}])
-def test_inputs_are_rounded_alike_in_processes(tiny_model: TinyModel, tmp_path: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "more", [{"dtype": "bfloat16"}, {"pipeline_parallel_size": 2}, {"enforce_eager": False}]
+)
+def test_inputs_are_rounded_alike_in_processes(
+    tiny_model: TinyModel, tmp_path: Path, more: dict[str, Any]
+) -> None:
     """In the very bits of threads, if nothing is compiled."""
     one = arguments(rounding(tiny_model, tmp_path, "qwen3"), tensor_parallel_size=2) | more
     with virtual_llm(**one | {"enforce_eager": True}) as llm:
@@ -227,7 +263,11 @@ def test_inputs_are_rounded_alike_in_processes(tiny_model: TinyModel, tmp_path: 
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("qwen2-moe", {"moe_intermediate_size": 96}), ("qwen3.5", {"layer_types": ["full_attention"] * 2}), ("qwen3", {})],
+    [
+        ("qwen2-moe", {"moe_intermediate_size": 96}),
+        ("qwen3.5", {"layer_types": ["full_attention"] * 2}),
+        ("qwen3", {}),
+    ],
 )
 def test_inputs_on_whose_scale_nobody_agrees_are_refused(
     tiny_model: TinyModel, tmp_path: Path, family: str, more: dict[str, Any]
@@ -239,7 +279,9 @@ def test_inputs_on_whose_scale_nobody_agrees_are_refused(
 
 
 @pytest.mark.parametrize("name", ["short convolutions", "mamba2, groups of heads", "latents"])
-def test_adapters_are_divided_as_the_layers_that_they_change(tiny_model: TinyModel, tmp_path: Path, name: str) -> None:
+def test_adapters_are_divided_as_the_layers_that_they_change(
+    tiny_model: TinyModel, tmp_path: Path, name: str
+) -> None:
     """One adapter of all linear layers, for the first request and the last."""
     family, overrides = MODELS[name]
     one = arguments(tiny_model(family, **WIDE | overrides), enable_lora=True)
@@ -247,12 +289,16 @@ def test_adapters_are_divided_as_the_layers_that_they_change(tiny_model: TinyMod
 
     def tokens(llm: LLM, adapter: LoRARequest | None) -> list[Any]:
         adapters = None if adapter is None else [adapter, None, adapter]
-        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, lora_request=adapters)]
+        return [
+            output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, lora_request=adapters)
+        ]
 
     with LLM(**one) as llm:
         decoder = llm.llm_engine.client.core.executor.worker._decoder  # type: ignore[attr-defined]
         shapes = {
-            f"{block}.{part}": linear.whole_shape(part) for block, linear in decoder.linears for part in linear.sizes
+            f"{block}.{part}": linear.whole_shape(part)
+            for block, linear in decoder.linears
+            for part in linear.sizes
         }
         adapter = random_adapter(tmp_path, shapes)
         expected = tokens(llm, adapter)
@@ -266,7 +312,9 @@ def random_adapter(directory: Path, shapes: dict[str, tuple[int, int]]) -> LoRAR
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, (outputs, inputs) in shapes.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / inputs**0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = (
+            torch.randn(8, inputs, generator=generator) / inputs**0.5
+        )
         tensors[f"base_model.model.{name}.lora_B.weight"] = 0.3 * torch.randn(outputs, 8, generator=generator)
     save_file(tensors, directory / "adapter_model.safetensors")
     modules = sorted({name.rpartition(".")[2] for name in shapes})
@@ -312,7 +360,12 @@ def test_processes_give_the_very_bits_of_threads(tiny_model: TinyModel) -> None:
     [
         ("llama", {}, {}, "the layers of LlamaForCausalLM have none"),
         ("mixtral", {}, {"tensor_parallel_size": 1}, "tensor_parallel_size and data_parallel_size are 1"),
-        ("mixtral", {"num_local_experts": 2, **EXPERTS}, {"tensor_parallel_size": 3}, "has 2 experts: use that many"),
+        (
+            "mixtral",
+            {"num_local_experts": 2, **EXPERTS},
+            {"tensor_parallel_size": 3},
+            "has 2 experts: use that many",
+        ),
         ("qwen2-moe", {"shared_expert_intermediate_size": 32}, {}, "a shared MLP of 32 values"),
     ],
 )

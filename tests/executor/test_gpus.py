@@ -1,4 +1,5 @@
-"""Several workers on GPUs, as far as a CPU shows it: who gets which GPU, what is refused, and collectives in graphs."""
+"""Several workers on GPUs, as far as a CPU shows it:
+who gets which GPU, what is refused, and collectives in graphs."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_workers_on_gpus_are_started_with_one_each_and_a_file_to_meet_in(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
 ) -> None:
     """Up to what they are told; they end then, since there is no GPU here."""
-    config, _ = resolve(EngineArgs(model=str(tiny_model("llama")), tensor_parallel_size=2, device="cpu", **SETTINGS))
+    config, _ = resolve(
+        EngineArgs(model=str(tiny_model("llama")), tensor_parallel_size=2, device="cpu", **SETTINGS)
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     started: list[dict[str, Any]] = []
@@ -99,7 +102,9 @@ def test_collectives_are_replayed_with_the_graphs_they_are_in(
         expected = answers(llm)
     command = [sys.executable, "-m", "tests.executor.captured_rank"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "ranks"), str(model), mode], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "ranks"), str(model), mode], stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     outputs = [json.loads(rank.communicate(timeout=240)[0]) for rank in ranks]

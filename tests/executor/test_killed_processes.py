@@ -1,4 +1,5 @@
-"""Kill -9 of each process of an engine with two workers, in every phase: who waits hears of it, nothing is left."""
+"""Kill -9 of each process of an engine with two workers, in every phase:
+who waits hears of it, nothing is left."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_everybody_hears_of_a_kill_and_nothing_is_left(
     rest = list(told)
     errors = [(message["error"], message["time"] - killed) for message in rest if "error" in message]
     status = program.wait(30)
-    _, left = psutil.wait_procs(family, timeout=10 + spare_seconds())  # an engine may finish what it does for 3 s
+    _, left = psutil.wait_procs(
+        family, timeout=10 + spare_seconds()
+    )  # an engine may finish what it does for 3 s
     left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     print(f"{victim}, {phase}: {[round(seconds, 2) for _, seconds in errors]}")
     try:

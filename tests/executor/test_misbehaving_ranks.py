@@ -1,4 +1,5 @@
-"""Real workers of which one samples otherwise, hangs or raises: the engine ends with a sentence that names the rank."""
+"""Real workers of which one samples otherwise, hangs or raises:
+the engine ends with a sentence that names the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tests.executor.test_tensor_parallel import arguments
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("Differs", rf"In step {GOOD_STEPS + 1} of the engine the worker of rank 1 sampled other tokens than that of"),
+        (
+            "Differs",
+            rf"In step {GOOD_STEPS + 1} of the engine the worker of rank 1 sampled other tokens than that of",
+        ),
         pytest.param(
             "Hangs",
             r"(?s)worker of rank 1 hangs: its step has taken 6 s, and .* It was here:.*time.sleep\(600\)",

@@ -1,4 +1,5 @@
-"""The multi-process executor under faults, with mocks in place of workers: who learns what, and what is left behind."""
+"""The multi-process executor under faults, with mocks in place of workers:
+who learns what, and what is left behind."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def start(fault: str = "none", size: int = 2, heartbeat_timeout: float = 300.0) 
 
 @contextmanager
 def nothing_left() -> Iterator[list[int]]:
-    """Neither a process, nor a thread, nor a descriptor: shared memory has no other name. Yields further processes."""
+    """Neither a process, nor a thread, nor a descriptor: shared memory has no other name.
+    Yields further processes."""
     files, threads, processes = descriptors(), set(threading.enumerate()), children()
     pids: list[int] = []
     yield pids
@@ -69,7 +71,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-def test_steps_calls_and_masks_reach_all_workers_and_the_first_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_calls_and_masks_reach_all_workers_and_the_first_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "minivllm"), nothing_left() as pids:
         executor = start(size=3)
         pids += executor.pids
@@ -87,8 +91,16 @@ def test_steps_calls_and_masks_reach_all_workers_and_the_first_answers(caplog: p
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        ("start:1", EngineDeadError, r"(?s)worker of rank 1 died of OSError: no such device.*Traceback.*mock_worker"),
-        ("load_model:0", EngineDeadError, r"(?s)worker of rank 0 died of KeyError.*mock_worker\.py.*in answer"),
+        (
+            "start:1",
+            EngineDeadError,
+            r"(?s)worker of rank 1 died of OSError: no such device.*Traceback.*mock_worker",
+        ),
+        (
+            "load_model:0",
+            EngineDeadError,
+            r"(?s)worker of rank 0 died of KeyError.*mock_worker\.py.*in answer",
+        ),
         ("config:1", ConfigError, "^the weights are no good.$"),
     ],
 )
@@ -104,7 +116,9 @@ def test_a_worker_that_raises_in_a_step_ends_the_group_with_its_traceback() -> N
         told: list[MinivllmError] = []
         executor.when_dead(told.append)
         # The output rank may have been faster: then the next step hears of it.
-        with pytest.raises(EngineDeadError, match=r"(?s)rank 1 died of ValueError: the model has a fever.*in serve"):
+        with pytest.raises(
+            EngineDeadError, match=r"(?s)rank 1 died of ValueError: the model has a fever.*in serve"
+        ):
             for _ in range(100):
                 executor.execute_model(STEP).result()
         with pytest.raises(EngineDeadError, match="fever"):
@@ -120,7 +134,9 @@ def test_a_rank_that_samples_other_tokens_ends_the_group_and_is_named(rank: int)
         for _ in range(4):
             executor.execute_model(STEP).result()
         # The output rank may be faster than the others: then the next step hears of it.
-        with pytest.raises(EngineDeadError, match=f"In step 5 of the engine the worker of rank {rank} sampled other"):
+        with pytest.raises(
+            EngineDeadError, match=f"In step 5 of the engine the worker of rank {rank} sampled other"
+        ):
             for _ in range(100):
                 executor.execute_model(STEP).result()
         executor.shutdown()
@@ -153,7 +169,9 @@ def test_a_worker_that_does_not_even_answer_is_named() -> None:
     with nothing_left():
         executor = start("hang:0", heartbeat_timeout=0.4)
         os.kill(executor.pids[1], signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match=r"worker of rank 1 hangs: .* It could not say where it was"):
+        with pytest.raises(
+            EngineDeadError, match=r"worker of rank 1 hangs: .* It could not say where it was"
+        ):
             executor.execute_model(STEP).result()
         executor.shutdown()
 

@@ -1,4 +1,5 @@
-"""Workers on several nodes behind one executor, with mocks in place of workers: who learns what, and who gets in."""
+"""Workers on several nodes behind one executor, with mocks in place of workers:
+who learns what, and who gets in."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def write_key(path: Path) -> Path:
 
 def config_of(key_file: Path, rank: int = 0, nnodes: int = 2, workers: int = 2, **more: Any) -> EngineConfig:
     nodes = NodesConfig(
-        nnodes=nnodes, node_rank=rank, master_addr="127.0.0.1", master_port=free_port(), key_file=str(key_file)
+        nnodes=nnodes,
+        node_rank=rank,
+        master_addr="127.0.0.1",
+        master_port=free_port(),
+        key_file=str(key_file),
     )
     return replace(CONFIG, tensor_parallel_size=workers, executor="mp", nodes=nodes, **more)
 
@@ -89,7 +94,9 @@ def cluster(config: EngineConfig, fault: str = "none") -> Iterator[Cluster]:
             executor.shutdown()
 
 
-def test_steps_calls_and_masks_reach_the_workers_of_all_nodes(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_calls_and_masks_reach_the_workers_of_all_nodes(
+    key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("WARNING", "minivllm"), nothing_left():
         with cluster(config_of(key_file, nnodes=3, workers=6)) as nodes:
             executor = nodes.executor
@@ -128,7 +135,9 @@ def test_steps_calls_and_masks_reach_the_workers_of_all_nodes(key_file: Path, ca
         pytest.param("config:1", "^the weights are no good.$", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_fails_on_any_node_ends_all_with_its_reason(key_file: Path, fault: str, message: str) -> None:
+def test_a_worker_that_fails_on_any_node_ends_all_with_its_reason(
+    key_file: Path, fault: str, message: str
+) -> None:
     config = config_of(key_file, heartbeat_timeout=0.4 if "hang" in fault else 300)
     with nothing_left(), pytest.raises((EngineDeadError, ConfigError), match=message):  # noqa: SIM117
         with cluster(config, fault) as nodes:
@@ -146,7 +155,8 @@ def test_a_worker_killed_on_any_node_is_named_within_a_second(key_file: Path, ra
         [pid] = [
             child.pid
             for child in psutil.Process().children()
-            if (child.pid in nodes.executor.pids) == (rank == 0) and "tests.executor.mock_worker" in command_of(child)
+            if (child.pid in nodes.executor.pids) == (rank == 0)
+            and "tests.executor.mock_worker" in command_of(child)
         ]
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -195,14 +205,19 @@ def test_nodes_end_with_the_first_one_that_is_killed(key_file: Path) -> None:
         agent = pool.submit(NodeAgent(on_node(config, 1), SETTINGS, command("none")).run)
         head = subprocess.Popen([sys.executable, "-c", program, msgspec.json.encode(config).decode()])
         assert head.wait(60) == -signal.SIGKILL
-        with pytest.raises(EngineDeadError, match=r"The connection to node 0 at 127\.0\.0\.1, port \d+ was lost"):
+        with pytest.raises(
+            EngineDeadError, match=r"The connection to node 0 at 127\.0\.0\.1, port \d+ was lost"
+        ):
             agent.result(1.0)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**SETTINGS, "dtype": '"bfloat16"'}, 'Node 1 has dtype "bfloat16", but node 0 has "float32": give the same'),
+        (
+            {**SETTINGS, "dtype": '"bfloat16"'},
+            'Node 1 has dtype "bfloat16", but node 0 has "float32": give the same',
+        ),
         ({**SETTINGS, "the model's files": '"abd"'}, "Node 1 has other files of the model than node 0"),
         ({**SETTINGS, "new": "1"}, "Node 1 has new 1, but node 0 has nothing"),
     ],
@@ -312,7 +327,8 @@ def strangers(port: int, server_key: bytes) -> None:
 
 
 def test_nobody_takes_part_without_the_key(key_file: Path) -> None:
-    """Not even who has found out the public key of the first node; and garbage of who has the key ends nothing."""
+    """Not even who has found out the public key of the first node;
+    and garbage of who has the key ends nothing."""
     config = config_of(key_file)
     assert config.nodes is not None
     with nothing_left(), ThreadPoolExecutor(2) as pool:
@@ -323,7 +339,12 @@ def test_nobody_takes_part_without_the_key(key_file: Path) -> None:
         address = f"tcp://127.0.0.1:{config.nodes.master_port}"
         dealer = insider.client(zmq.DEALER, address)
         dealer.connect(address)
-        for garbage in (b"", b"\xc1", os.urandom(300), msgspec.msgpack.encode(FromWorker(99, msgspec.Raw(b"\xc0")))):
+        for garbage in (
+            b"",
+            b"\xc1",
+            os.urandom(300),
+            msgspec.msgpack.encode(FromWorker(99, msgspec.Raw(b"\xc0"))),
+        ):
             dealer.send(garbage)
             assert dealer.poll(5000) and b"another version" in dealer.recv()
         assert not head.done()
@@ -343,7 +364,10 @@ def test_the_first_node_says_where_it_cannot_listen(key_file: Path) -> None:
     config = config_of(key_file)
     assert config.nodes is not None
     message = r"cannot listen at 127.0.0.1, port \d+ \(Address already in use\)"
-    with socket.create_server(("127.0.0.1", config.nodes.master_port)), pytest.raises(ConfigError, match=message):
+    with (
+        socket.create_server(("127.0.0.1", config.nodes.master_port)),
+        pytest.raises(ConfigError, match=message),
+    ):
         HeadNode(config, SETTINGS)
     far = replace(config, nodes=replace(config.nodes, master_addr="192.0.2.1"))
     with pytest.raises(ConfigError, match="must be an address of this host"):
@@ -353,10 +377,16 @@ def test_the_first_node_says_where_it_cannot_listen(key_file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"node_rank": 2}, "node_rank is 2, but nnodes is 2: nodes are counted from 0, so it must be at most 1"),
+        (
+            {"node_rank": 2},
+            "node_rank is 2, but nnodes is 2: nodes are counted from 0, so it must be at most 1",
+        ),
         ({"node_rank": -1}, "node_rank is -1, but must be at least 0"),
         ({"tensor_parallel_size": 3}, "make 3 workers, which so many nodes cannot share evenly"),
-        ({"node_key_file": None}, "there is no node_key_file: nodes talk only to those who know the same secret"),
+        (
+            {"node_key_file": None},
+            "there is no node_key_file: nodes talk only to those who know the same secret",
+        ),
         ({"data_parallel_size": 2}, "data_parallel_size is 2: set only one of them"),
         (
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
@@ -365,16 +395,24 @@ def test_the_first_node_says_where_it_cannot_listen(key_file: Path) -> None:
         ({"master_port": 70000}, "master_port is 70000, but must be at most 65535"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_before_anything_is_loaded(given: dict[str, Any], message: str) -> None:
+def test_layouts_that_cannot_be_are_refused_before_anything_is_loaded(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs(**{"nnodes": 2, "tensor_parallel_size": 2, "node_key_file": "node.key", **given})
 
 
 @pytest.mark.parametrize(
     ("contents", "mode", "message"),
-    [(None, 0, "cannot be read"), ("x" * 64, 0o644, "can be read by other users"), ("short", 0o600, "has 5 bytes")],
+    [
+        (None, 0, "cannot be read"),
+        ("x" * 64, 0o644, "can be read by other users"),
+        ("short", 0o600, "has 5 bytes"),
+    ],
 )
-def test_keys_that_are_no_secrets_are_refused(tmp_path: Path, contents: str | None, mode: int, message: str) -> None:
+def test_keys_that_are_no_secrets_are_refused(
+    tmp_path: Path, contents: str | None, mode: int, message: str
+) -> None:
     path = tmp_path / "key"
     if contents is not None:
         path.write_text(contents)
@@ -383,7 +421,9 @@ def test_keys_that_are_no_secrets_are_refused(tmp_path: Path, contents: str | No
         HeadNode(config_of(path), SETTINGS)
 
 
-def test_settings_name_what_workers_compute_with_and_not_where_it_lies(tiny_model: Callable[..., Path]) -> None:
+def test_settings_name_what_workers_compute_with_and_not_where_it_lies(
+    tiny_model: Callable[..., Path],
+) -> None:
     first, second = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
     config = replace(CONFIG, model_path=str(first))
     short_steps = replace(config.scheduler, max_num_batched_tokens=128)
@@ -391,4 +431,8 @@ def test_settings_name_what_workers_compute_with_and_not_where_it_lies(tiny_mode
     assert settings_of(config) == settings_of(same)
     other = replace(config, model_path=str(second), seed=1, cache=replace(config.cache, block_size=8))
     mine, theirs = settings_of(config), settings_of(other)
-    assert {name for name in mine if mine[name] != theirs[name]} == {"the model's files", "seed", "cache.block_size"}
+    assert {name for name in mine if mine[name] != theirs[name]} == {
+        "the model's files",
+        "seed",
+        "cache.block_size",
+    }

@@ -1,4 +1,5 @@
-"""The layers of a model are dealt out to stages, which compute side by side and give the tokens of one worker."""
+"""The layers of a model are dealt out to stages,
+which compute side by side and give the tokens of one worker."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ from tests.parity_reference import random_prompts
 FIVE = {**UNEVEN, "num_hidden_layers": 5}
 FAMILIES: dict[str, dict[str, Any]] = {
     # Stages whose layers are all of one group, while others have two.
-    "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "qwen3-next": {},
     "granite-hybrid": {},
     "qwen3-moe": {},
@@ -45,7 +49,9 @@ def words(llm: LLM) -> list[Any]:
     """Answers that a grammar allows, with tokens that are bound to come and so are drafts, beside others."""
     grammar = StructuredOutputs(json={"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}})
     masked = SamplingParams(max_tokens=24, seed=1, structured_outputs=grammar)
-    penalised = SamplingParams(max_tokens=16, seed=2, presence_penalty=0.7, repetition_penalty=1.2, min_tokens=9)
+    penalised = SamplingParams(
+        max_tokens=16, seed=2, presence_penalty=0.7, repetition_penalty=1.2, min_tokens=9
+    )
     outputs = llm.generate(["a colour", "a colour", PROMPTS[1], "a"], [masked, penalised, penalised, masked])
     return [(output.outputs[0].token_ids, output.outputs[0].text) for output in outputs]
 
@@ -81,7 +87,9 @@ def test_a_stage_is_a_range_of_layers_of_any_family(tiny_model: Callable[..., Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt-oss", "mixtral", "deepseek-v3", "lfm2", "gemma2", "olmo2", "phi3", "glm4-moe"])
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "mixtral", "deepseek-v3", "lfm2", "gemma2", "olmo2", "phi3", "glm4-moe"]
+)
 def test_two_stages_of_more_families(tiny_model: Callable[..., Path], family: str) -> None:
     given = arguments(tiny_model(family), num_gpu_blocks_override=24)
     with LLM(**given) as llm:
@@ -100,12 +108,18 @@ def test_stages_of_quantised_models(tiny_model: Callable[..., Path], tmp_path: P
         with LLM(**given) as llm:
             expected = llm.generate([{"prompt_token_ids": tokens[0]}], tokens[1])[0].outputs[0].token_ids
         with virtual_llm(**given, pipeline_parallel_size=2) as llm:
-            assert llm.generate([{"prompt_token_ids": tokens[0]}], tokens[1])[0].outputs[0].token_ids == expected
+            assert (
+                llm.generate([{"prompt_token_ids": tokens[0]}], tokens[1])[0].outputs[0].token_ids == expected
+            )
 
 
 def test_stages_in_processes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model("llama-biases", **FIVE)
-    adapters = [None, random_adapter(tmp_path / "all", model), random_adapter(tmp_path / "q", model, layers=["q_proj"])]
+    adapters = [
+        None,
+        random_adapter(tmp_path / "all", model),
+        random_adapter(tmp_path / "q", model, layers=["q_proj"]),
+    ]
 
     def adapted(llm: LLM) -> list[Any]:
         outputs = run_mixed(llm, random_prompts((9, 9, 9)), adapters)
@@ -190,7 +204,9 @@ def test_the_head_counts_as_layers_of_the_last_stage() -> None:
 
 
 @settings(max_examples=25)
-@given(sizes=st.lists(st.one_of(st.integers(0, 50), st.integers(PLACE_BYTES - 9, 3 * PLACE_BYTES)), max_size=8))
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 50), st.integers(PLACE_BYTES - 9, 3 * PLACE_BYTES)), max_size=8)
+)
 def test_a_link_brings_every_record_in_order(sizes: list[int]) -> None:
     records = [bytes([index % 256]) * size for index, size in enumerate(sizes, 1)]
     descriptors = open_link()
@@ -212,7 +228,9 @@ def test_as_many_records_as_places_wait_for_their_receiver() -> None:
     with ThreadPoolExecutor(1) as pool:
         one_more = pool.submit(sender.send, b"one more")
         assert not one_more.done()
-        assert [receiver.receive() for _ in range(NUM_PLACES)] == [bytes([index]) for index in range(NUM_PLACES)]
+        assert [receiver.receive() for _ in range(NUM_PLACES)] == [
+            bytes([index]) for index in range(NUM_PLACES)
+        ]
         one_more.result(30)
     assert receiver.receive() == b"one more"
     for descriptor in descriptors:

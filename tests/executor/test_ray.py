@@ -1,4 +1,5 @@
-"""Workers on a real Ray cluster, two raylets of this host: the tokens of one process, every end told, nothing left."""
+"""Workers on a real Ray cluster, two raylets of this host:
+the tokens of one process, every end told, nothing left."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_two_raylets_give_the_tokens_of_one_process(
                 assert len(agents()) == 1 and llm.llm_engine.client.config.nodes.nnodes == 2
             assert nothing_is_left()
         monkeypatch.setattr(ray_executor, "PLACEMENT_SECONDS", 2.0)
-        with pytest.raises(ConfigError, match=r"no room for 3 workers: .* 1 CPU \(this node\), .* not changed in 2 s"):
+        with pytest.raises(
+            ConfigError, match=r"no room for 3 workers: .* 1 CPU \(this node\), .* not changed in 2 s"
+        ):
             LLM(**on_ray(model, tensor_parallel_size=3))
         with LLM(**on_ray(model)), pytest.raises(ConfigError, match="of its 2 CPU in all 1 are free"):
             LLM(**on_ray(model, tensor_parallel_size=2))

@@ -1,4 +1,5 @@
-"""What is decided and said around Ray, without a cluster: how many nodes, who learns the secret, what is refused."""
+"""What is decided and said around Ray, without a cluster:
+how many nodes, who learns the secret, what is refused."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from minivllm.linear.layer import Linear
 from minivllm.simulation.ranks import virtual_llm
 from tests.executor.small_engine import small_engine, worker_processes
 
-# Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary, the last one smaller.
+# Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary,
+# the last one smaller.
 UNEVEN = {
     "hidden_size": 96,
     "num_attention_heads": 6,
@@ -50,12 +51,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PREFIX = list(range(30, 80))
 PROMPTS = [
-    {"prompt_token_ids": tokens} for tokens in ([5, 6, 7], [*PREFIX, 9, 10], [*PREFIX, 11], list(range(90, 170)))
+    {"prompt_token_ids": tokens}
+    for tokens in ([5, 6, 7], [*PREFIX, 9, 10], [*PREFIX, 11], list(range(90, 170)))
 ]
 
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
-    """Prompts come in chunks, prefixes are found again, and there is no room for all, so that some are preempted."""
+    """Prompts come in chunks, prefixes are found again, and there is no room for all,
+    so that some are preempted."""
     return small_engine(model, **{"num_gpu_blocks_override": 14, "max_num_seqs": 4, **more})
 
 
@@ -191,7 +194,12 @@ def test_ranges_cover_everything_in_whole_units(count: int, unit: int, size: int
             "units of 64, which are 3",
         ),
         ("qwen3-moe", {}, {}, "experts of 32 values, in units of 32: use 1"),
-        ("qwen2-moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 24}, {}, "a shared MLP of 24"),
+        (
+            "qwen2-moe",
+            {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 24},
+            {},
+            "a shared MLP of 24",
+        ),
         (
             "llama",
             {},
@@ -210,7 +218,11 @@ def test_ranges_cover_everything_in_whole_units(count: int, unit: int, size: int
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
-    tiny_model: Callable[..., Path], family: str, overrides: dict[str, Any], more: dict[str, Any], message: str
+    tiny_model: Callable[..., Path],
+    family: str,
+    overrides: dict[str, Any],
+    more: dict[str, Any],
+    message: str,
 ) -> None:
     given = arguments(tiny_model(family, **overrides), **{"tensor_parallel_size": 2, **more})
     with pytest.raises(ConfigError, match=message):

@@ -21,7 +21,15 @@ from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
 
 
 def torchrun(*command: str, size: int = 2) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        "-m",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=200, env=environment)
 
@@ -44,8 +52,11 @@ def test_every_rank_is_answered_as_one_engine_would(tiny_model: Callable[..., Pa
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["alone", "beside the group of a script"])
 @pytest.mark.parametrize("ends", ["close()", "__del__", "exit"])
-def test_nothing_is_left_of_a_process_group_when_its_process_ends(tmp_path: Path, is_ours: bool, ends: str) -> None:
-    """gloo's threads live as long as the group is referenced, and abort a process whose interpreter has ended."""
+def test_nothing_is_left_of_a_process_group_when_its_process_ends(
+    tmp_path: Path, is_ours: bool, ends: str
+) -> None:
+    """gloo's threads live as long as the group is referenced,
+    and abort a process whose interpreter has ended."""
     code = f"""
 import atexit, gc, os, weakref
 atexit.register(lambda: print("left" if group() is None else "still there"))  # the last one to be called
@@ -86,7 +97,9 @@ def test_generate_prints_once(tiny_model: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_make_other_calls_are_told(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    done = torchrun("tests.executor.torchrun_script", json.dumps(launched(tiny_model("llama"))), str(tmp_path), "apart")
+    done = torchrun(
+        "tests.executor.torchrun_script", json.dumps(launched(tiny_model("llama"))), str(tmp_path), "apart"
+    )
     assert done.returncode != 0 and "every rank must make the same calls" in done.stderr
 
 
@@ -102,7 +115,10 @@ def test_ranks_that_make_other_calls_are_told(tiny_model: Callable[..., Path], t
     ],
 )
 def test_processes_that_do_not_fit_are_refused(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    message: str,
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -114,7 +130,12 @@ def test_processes_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     "more",
-    [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2}, {"multiprocess": True}, {"async_scheduling": True}],
+    [
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"multiprocess": True},
+        {"async_scheduling": True},
+    ],
     ids=str,
 )
 def test_what_does_not_go_with_it_is_named(more: dict[str, Any]) -> None:

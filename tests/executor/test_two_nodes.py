@@ -1,4 +1,5 @@
-"""Real workers on two nodes, which are process groups of this host: the tokens of one process, and nothing left."""
+"""Real workers on two nodes, which are process groups of this host:
+the tokens of one process, and nothing left."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def second_node(given: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """What the second terminal runs."""
     flags = engine_flags(EngineArgs(**given, node_rank=1))
     command = [sys.executable, "-m", "minivllm", "serve", given["model"], *flags]
-    node = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    node = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
         yield node
     finally:
@@ -100,10 +103,15 @@ def test_layouts_of_two_nodes_give_the_tokens_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["node", "worker of the node", "engine", "frontend is closed"])
-def test_streams_hear_of_an_end_on_any_node(tiny_model: Callable[..., Path], tmp_path: Path, victim: str) -> None:
+def test_streams_hear_of_an_end_on_any_node(
+    tiny_model: Callable[..., Path], tmp_path: Path, victim: str
+) -> None:
     # The first node chooses how long steps are.
     given = two_nodes(
-        tiny_model("llama", num_hidden_layers=2), tmp_path, tensor_parallel_size=2, max_num_batched_tokens=None
+        tiny_model("llama", num_hidden_layers=2),
+        tmp_path,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=None,
     )
     params = SamplingParams(max_tokens=100, ignore_eos=True)
 
@@ -111,7 +119,9 @@ def test_streams_hear_of_an_end_on_any_node(tiny_model: Callable[..., Path], tmp
         killed, message = 0.0, ""
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
             [engine] = [
-                one for one in psutil.Process().children() if "minivllm.engine_process.process" in command_of(one)
+                one
+                for one in psutil.Process().children()
+                if "minivllm.engine_process.process" in command_of(one)
             ]
             pids = {"node": node.pid, "worker of the node": workers_of(node.pid)[0].pid, "engine": engine.pid}
             try:
@@ -138,7 +148,9 @@ def test_streams_hear_of_an_end_on_any_node(tiny_model: Callable[..., Path], tmp
 
 
 @pytest.mark.slow
-def test_two_servers_with_other_models_end_with_a_sentence(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_servers_with_other_models_end_with_a_sentence(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     given = two_nodes(tiny_model("llama"), tmp_path, tensor_parallel_size=2)
     with second_node({**given, "model": str(tiny_model("llama-biases"))}) as node:
         with pytest.raises(ConfigError, match="Node 1 has other files of the model than node 0"):
@@ -148,7 +160,9 @@ def test_two_servers_with_other_models_end_with_a_sentence(tiny_model: Callable[
 
 
 def test_an_engine_is_on_the_first_node_only(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only the first node has an engine: `minivllm serve` runs the others"):
+    with pytest.raises(
+        ConfigError, match="only the first node has an engine: `minivllm serve` runs the others"
+    ):
         LLM(**two_nodes(tiny_model("llama"), tmp_path, tensor_parallel_size=2), node_rank=1)
 
 
@@ -158,12 +172,15 @@ def run_ip(*arguments: str) -> bool:
 
 @pytest.fixture
 def two_networks() -> Iterator[tuple[list[str], list[str], str]]:
-    """Commands that run others in a network of their own each, joined by a cable, and the address of the first."""
+    """Commands that run others in a network of their own each, joined by a cable,
+    and the address of the first."""
     names = [f"minivllm-{os.getpid()}-{number}" for number in range(2)]
     if shutil.which("ip") is None or not all(run_ip("netns", "add", name) for name in names):
         pytest.skip("no network namespaces can be made here")
     try:
-        assert run_ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "cable1", "netns", names[1])
+        assert run_ip(
+            "link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "cable1", "netns", names[1]
+        )
         for number, name in enumerate(names):
             assert run_ip("-n", name, "address", "add", f"10.77.0.{1 + number}/24", "dev", f"cable{number}")
             for device in ("lo", f"cable{number}"):
@@ -178,7 +195,10 @@ def two_networks() -> Iterator[tuple[list[str], list[str], str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_two_networks_give_the_tokens_of_one_process(
-    two_networks: tuple[list[str], list[str], str], tiny_model: Callable[..., Path], tmp_path: Path, layout: Any
+    two_networks: tuple[list[str], list[str], str],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    layout: Any,
 ) -> None:
     first, second, address = two_networks
     model = tiny_model("llama-biases", **UNEVEN)
@@ -189,7 +209,9 @@ def test_two_networks_give_the_tokens_of_one_process(
     flags = [given["model"], *engine_flags(EngineArgs(**given))]
     prompt = ["-p", "some words", "--temperature", "0", "--max-tokens", "20", "--json"]
     node = subprocess.Popen([*second, *program, "serve", *flags, "--node-rank", "1"])
-    told = subprocess.run([*first, *program, "generate", "--model", *flags, *prompt], capture_output=True, timeout=100)
+    told = subprocess.run(
+        [*first, *program, "generate", "--model", *flags, *prompt], capture_output=True, timeout=100
+    )
     assert json.loads(told.stdout)["token_ids"] == list(output.outputs[0].token_ids)
     assert node.wait(10) == 0
 
@@ -201,7 +223,11 @@ def test_a_network_that_falls_silent_ends_both_nodes(
     """A cable that is pulled says nothing: the signs of life stop coming."""
     first, second, address = two_networks
     given = two_nodes(
-        tiny_model("llama"), tmp_path, master_addr=address, tensor_parallel_size=2, max_num_batched_tokens=None
+        tiny_model("llama"),
+        tmp_path,
+        master_addr=address,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=None,
     )
     program = [sys.executable, "-m", "minivllm", "serve", given["model"], *engine_flags(EngineArgs(**given))]
     nodes = [

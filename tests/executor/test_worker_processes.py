@@ -1,4 +1,5 @@
-"""Real workers in processes of their own: the same answers as in this one, and waiting callers hear of a death."""
+"""Real workers in processes of their own:
+the same answers as in this one, and waiting callers hear of a death."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def answers(llm: LLM) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"async_scheduling": True}], ids=["sync", "async"])
-def test_answers_are_those_of_a_worker_in_this_process(tiny_model: Callable[..., Path], more: dict[str, Any]) -> None:
+def test_answers_are_those_of_a_worker_in_this_process(
+    tiny_model: Callable[..., Path], more: dict[str, Any]
+) -> None:
     given = arguments(tiny_model("llama", num_hidden_layers=2), **more)
     with LLM(**given) as llm:
         said, logprobs = answers(llm)
@@ -62,7 +65,9 @@ def test_answers_are_those_of_a_worker_in_this_process(tiny_model: Callable[...,
     assert not psutil.pid_exists(pid)
 
 
-def test_streams_of_an_engine_process_hear_of_the_death_of_its_worker(tiny_model: Callable[..., Path]) -> None:
+def test_streams_of_an_engine_process_hear_of_the_death_of_its_worker(
+    tiny_model: Callable[..., Path],
+) -> None:
     given = arguments(tiny_model("llama", num_hidden_layers=2), distributed_executor_backend="mp")
     before = {one.pid for one in psutil.Process().children(recursive=True)}  # Inductor's, of other tests
 
@@ -96,7 +101,9 @@ def test_an_idle_engine_process_ends_with_its_worker(tiny_model: Callable[..., P
     async def run() -> str:
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
             [worker] = (
-                one for one in psutil.Process().children(True) if "minivllm.executor.worker_process" in command_of(one)
+                one
+                for one in psutil.Process().children(True)
+                if "minivllm.executor.worker_process" in command_of(one)
             )
             worker.kill()
             for _ in range(100):
@@ -112,7 +119,11 @@ def test_what_another_process_cannot_have_is_refused(tiny_model: Callable[..., P
     with pytest.raises(ConfigError, match="must be one of uni, mp, ray, external_launcher"):
         EngineArgs(distributed_executor_backend="dask")
     with pytest.raises(ConfigError, match="another process cannot import"):
-        LLM(**arguments(tiny_model("llama"), distributed_executor_backend="mp", logits_processors=[lambda: None]))
+        LLM(
+            **arguments(
+                tiny_model("llama"), distributed_executor_backend="mp", logits_processors=[lambda: None]
+            )
+        )
     with pytest.raises(ConfigError, match="needs 9 with the null block"):
         given = arguments(tiny_model("llama"), distributed_executor_backend="mp")
         LLM(**{**given, "num_gpu_blocks_override": 5})

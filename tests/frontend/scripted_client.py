@@ -1,4 +1,5 @@
-"""An engine client without a model: each sequence gets the tokens a script says, as many per step as it says."""
+"""An engine client without a model:
+each sequence gets the tokens a script says, as many per step as it says."""
 
 from __future__ import annotations
 
@@ -19,20 +20,26 @@ from minivllm.simulation.executor import simulated_config
 EOS = 1
 
 
-def engine_config(max_model_len: int = 64, policy: str = "fcfs", seed: int = 0, model_path: str = "/") -> EngineConfig:
-    scheduler = SchedulerConfig(max_model_len=max_model_len, policy=policy, has_priorities=policy == "priority")
+def engine_config(
+    max_model_len: int = 64, policy: str = "fcfs", seed: int = 0, model_path: str = "/"
+) -> EngineConfig:
+    scheduler = SchedulerConfig(
+        max_model_len=max_model_len, policy=policy, has_priorities=policy == "priority"
+    )
     return simulated_config(scheduler, model="scripted", model_path=model_path, seed=seed)
 
 
 def logprobs_at(token_id: int, num_alternatives: int) -> PositionLogprobs:
     """Made-up but recognisable: the token itself with rank 3, then the ids after it."""
     alternatives = [token_id + 1 + place for place in range(num_alternatives)]
-    return PositionLogprobs([token_id, *alternatives], [-0.5, *(-1.0 - place for place in range(num_alternatives))], 3)
+    return PositionLogprobs(
+        [token_id, *alternatives], [-0.5, *(-1.0 - place for place in range(num_alternatives))], 3
+    )
 
 
 class ScriptedClient:
-    """Runs every request at once. ``script(request)`` gives its tokens, an exception for the whole engine, or an error
-    text for that request. ``tokens_per_step`` more than 1 plays speculative decoding."""
+    """Runs every request at once. ``script(request)`` gives its tokens, an exception for the whole engine, or
+    an error text for that request. ``tokens_per_step`` more than 1 plays speculative decoding."""
 
     def __init__(
         self,
@@ -104,7 +111,9 @@ class ScriptedClient:
             return output
         params = request.sampling_params
         if given == 0 and params.prompt_logprobs is not None:
-            output.prompt_logprobs = [logprobs_at(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
+            output.prompt_logprobs = [
+                logprobs_at(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]
+            ]
         for token_id in script[given : given + self._tokens_per_step]:
             output.new_token_ids.append(token_id)
             given += 1

@@ -16,7 +16,8 @@ SPECIAL = ["<|begin|>", "<|end|>"]
 
 
 def byte_level_bpe(vocab_size: int = 400) -> Tokenizer:
-    """GPT-2's kind: every byte is a token, some merges; added tokens both special and plain, one of them not ASCII."""
+    """GPT-2's kind: every byte is a token, some merges;
+    added tokens both special and plain, one of them not ASCII."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,10 +31,13 @@ def byte_level_bpe(vocab_size: int = 400) -> Tokenizer:
 
 
 def byte_fallback_bpe(strip_first_space: bool = True) -> Tokenizer:
-    """SentencePiece's kind (Llama 2, Mistral, Gemma): ``▁`` for spaces, ``<0x..>`` for bytes outside the vocabulary."""
+    """SentencePiece's kind (Llama 2, Mistral, Gemma):
+    ``▁`` for spaces, ``<0x..>`` for bytes outside the vocabulary."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [*"abcdefghijklmnopqrstuvwxyz.,éß日�", "▁the", "▁a", "ing", "▁STOP", "ST", "OP", "▁▁"]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if strip_first_space else []))
@@ -52,7 +56,8 @@ def metaspace_unigram() -> Tokenizer:
 
 
 def word_pieces() -> Tokenizer:
-    """BERT's kind: ``##`` continues a word, anything else begins one, and spaces before punctuation are cleaned up."""
+    """BERT's kind: ``##`` continues a word, anything else begins one,
+    and spaces before punctuation are cleaned up."""
     pieces = ["[UNK]", "the", "a", "##ing", "##s", "do", "not", ".", ",", "'", "n't", "日", "##é"]
     tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()

@@ -1,4 +1,5 @@
-"""AsyncLLM over a mock engine process: streams, slow readers, readers that leave, deadlines, the engine's death."""
+"""AsyncLLM over a mock engine process:
+streams, slow readers, readers that leave, deadlines, the engine's death."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_many_streams_share_the_engine_and_each_gets_its_own_tokens() -> None:
     async def test() -> None:
         async with running() as llm:
-            results = await asyncio.gather(*(collect(llm.generate(ids(n, n), params(20))) for n in range(2, 80)))
+            results = await asyncio.gather(
+                *(collect(llm.generate(ids(n, n), params(20))) for n in range(2, 80))
+            )
             for n, (token_ids, last) in enumerate(results, start=2):
                 assert token_ids == expected_tokens([n, n], 20)
                 assert last.finished and last.outputs[0].finish_reason == "length"
@@ -286,17 +289,26 @@ def test_paused_engine_takes_requests_and_runs_them_when_it_resumes() -> None:
 def test_death_reaches_every_reader_and_caller_with_its_cause(how: str, text: str) -> None:
     async def test() -> None:
         async with running("mock:0.005", heartbeat_timeout=1.0) as llm:
-            streams = [asyncio.ensure_future(collect(llm.generate(ids(n), params(200)))) for n in range(2, 12)]
+            streams = [
+                asyncio.ensure_future(collect(llm.generate(ids(n), params(200)))) for n in range(2, 12)
+            ]
             await asyncio.sleep(0.1)
             assert not llm.is_dead and llm.dead_error is None
             await llm.check_health()
             if how == "kill":
                 os.kill(llm.client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             else:
-                streams.append(asyncio.ensure_future(collect(llm.generate(ids(RAISE if how == "raise" else HANG)))))
+                streams.append(
+                    asyncio.ensure_future(collect(llm.generate(ids(RAISE if how == "raise" else HANG))))
+                )
             results = await asyncio.gather(*streams, return_exceptions=True)
             assert llm.is_dead and all(result is llm.dead_error for result in results)
-            for use in (llm.check_health, llm.stats, llm.pause, lambda: collect(llm.generate(ids(5), params()))):
+            for use in (
+                llm.check_health,
+                llm.stats,
+                llm.pause,
+                lambda: collect(llm.generate(ids(5), params())),
+            ):
                 with pytest.raises(EngineDeadError, match=text):
                     await use()
             assert llm.num_unfinished_requests == 0
@@ -365,7 +377,12 @@ def check_soak(num_requests: int, concurrency: int) -> None:
             await soak(llm, num_requests, concurrency, seed=1)
             stats = await idle(llm)
             assert stats.num_preemptions > 0
-            assert (this.num_fds(), engine.num_fds(), engine.num_threads(), len(asyncio.all_tasks())) == before
+            assert (
+                this.num_fds(),
+                engine.num_fds(),
+                engine.num_threads(),
+                len(asyncio.all_tasks()),
+            ) == before
             assert not llm._streams and not llm.output_processor._sequences
 
     asyncio.run(asyncio.wait_for(test(), 500))

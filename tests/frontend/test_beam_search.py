@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import BeamSearchParams, SamplingParams
 from minivllm.errors import RequestError
-from tests.parity_reference import BLOCK_SIZE, assert_pool_unused, greedy, random_prompts, reference_model, tiny_llm
+from tests.parity_reference import (
+    BLOCK_SIZE,
+    assert_pool_unused,
+    greedy,
+    random_prompts,
+    reference_model,
+    tiny_llm,
+)
 
 TinyModel = Callable[..., Path]
 MAX_TOKENS = 7
@@ -44,14 +51,17 @@ def transformers_beams(
         )
     beams = []
     for sequence, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()):
-        end = next((place + 1 for place, token in enumerate(sequence) if token in (eos_ids or ())), len(sequence))
+        end = next(
+            (place + 1 for place, token in enumerate(sequence) if token in (eos_ids or ())), len(sequence)
+        )
         beams.append((sequence[:end], score))
     return beams
 
 
 @pytest.fixture(scope="module")
 def ending_model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with two end-of-sequence ids whose logits are large in either direction, so that many beams end early."""
+    """A model with two end-of-sequence ids whose logits are large in either direction,
+    so that many beams end early."""
     directory = tmp_path_factory.mktemp("ending") / "model"
     shutil.copytree(tiny_model("llama", eos_token_id=EOS_IDS), directory)
     weights = load_file(directory / "model.safetensors")
@@ -85,7 +95,9 @@ def test_sequences_scores_and_order_equal_those_of_transformers(ending_model: Pa
                 expected = transformers_beams(ending_model, prompt, params, None if ignore_eos else EOS_IDS)
                 found = [(sequence.token_ids, sequence.score) for sequence in output.sequences]
                 assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], params
-                assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+                assert [score for _, score in found] == pytest.approx(
+                    [score for _, score in expected], abs=1e-4
+                )
                 ended_early += sum(sequence.finish_reason == "stop" for sequence in output.sequences)
         assert_pool_unused(llm)
     assert ended_early > 100
@@ -131,8 +143,14 @@ def test_the_n_best_of_a_text_come_with_their_text(tiny_model: TinyModel) -> Non
         ({"beam_width": 51}, "beam_width is 51"),
         ({"beam_width": 2, "n": 3}, "n is 3, but must be a whole number of at least 1 and at most 2"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0, but must be a whole number of at least 1"),
-        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty is nan, but must be a number from -10"),
-        ({"beam_width": 2, "early_stopping": "always"}, "early_stopping is 'always', but must be True, False or"),
+        (
+            {"beam_width": 2, "length_penalty": float("nan")},
+            "length_penalty is nan, but must be a number from -10",
+        ),
+        (
+            {"beam_width": 2, "early_stopping": "always"},
+            "early_stopping is 'always', but must be True, False or",
+        ),
     ],
 )
 def test_parameters_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
@@ -145,7 +163,9 @@ def test_searches_that_cannot_run_are_refused_before_anything_runs(ending_model:
     with tiny_llm(ending_model) as llm:
         with pytest.raises(RequestError, match="Prompt 1: The prompt has 120 tokens and max_tokens is 20"):
             llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=20))
-        with pytest.raises(RequestError, match=r"beam_width is 50, but must be at most 25 .* 3 end-of-sequence ids"):
+        with pytest.raises(
+            RequestError, match=r"beam_width is 50, but must be at most 25 .* 3 end-of-sequence ids"
+        ):
             llm.beam_search(prompts, BeamSearchParams(beam_width=50, max_tokens=2))
         with pytest.raises(RequestError, match="params is a SamplingParams, but must be a BeamSearchParams"):
             llm.beam_search(prompts, SamplingParams())  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from minivllm.tokenizer.chat_template import render_chat
 from tests.frontend.small_tokenizers import byte_level_bpe
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BLOCKS = """{%- set ns = namespace(last=-1, names=dict(a=1)) %}
@@ -73,5 +74,7 @@ def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
 
 
 def test_objects_reach_a_template_by_name_only() -> None:
-    shown = render_chat("{{ x }}", CONVERSATIONS[0], tools=None, add_generation_prompt=True, variables={"x": open})
+    shown = render_chat(
+        "{{ x }}", CONVERSATIONS[0], tools=None, add_generation_prompt=True, variables={"x": open}
+    )
     assert shown == "<builtin_function_or_method>"

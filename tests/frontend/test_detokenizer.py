@@ -46,7 +46,9 @@ def test_streamed_text_equals_decoding_all_ids_at_once(data: st.DataObject, fami
 @given(st.lists(st.integers(0, 255), max_size=30))
 @example([0xF0, 0x9F, 0x98, 0x80, 0xF0, 0x9F, 0x41, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80])
 def test_any_bytes_are_replaced_exactly_where_decoding_at_once_replaces_them(data: list[int]) -> None:
-    alphabet = {byte: BYTE_LEVEL.token_to_id(char) for char, byte in DECODERS["byte-level"]._byte_of_char.items()}
+    alphabet = {
+        byte: BYTE_LEVEL.token_to_id(char) for char, byte in DECODERS["byte-level"]._byte_of_char.items()
+    }
     ids = [alphabet[byte] for byte in data]
     assert "".join(stream_text(BYTE_LEVEL, ids, True)) == bytes(data).decode(errors="replace")
     assert BYTE_LEVEL.decode(ids) == bytes(data).decode(errors="replace")
@@ -54,7 +56,9 @@ def test_any_bytes_are_replaced_exactly_where_decoding_at_once_replaces_them(dat
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=30), st.data())
-def test_text_is_a_prefix_of_the_whole_text_wherever_the_stream_is_cut(text: str, data: st.DataObject) -> None:
+def test_text_is_a_prefix_of_the_whole_text_wherever_the_stream_is_cut(
+    text: str, data: st.DataObject
+) -> None:
     ids = BYTE_LEVEL.encode(text).ids
     cut = data.draw(st.integers(0, len(ids)))
     stream = DECODERS["byte-level"].stream(True)
@@ -90,7 +94,9 @@ def test_a_stream_that_is_cut_anywhere_ends_at_the_last_whole_character(make: ob
 
 def test_bytes_that_are_no_text_stay_where_a_stream_is_cut_and_a_begun_character_goes() -> None:
     data = [0x41, 0xFF, 0x42, 0xF0, 0x9F]
-    alphabet = {byte: BYTE_LEVEL.token_to_id(char) for char, byte in DECODERS["byte-level"]._byte_of_char.items()}
+    alphabet = {
+        byte: BYTE_LEVEL.token_to_id(char) for char, byte in DECODERS["byte-level"]._byte_of_char.items()
+    }
     detokenizer = Detokenizer(DECODERS["byte-level"].stream(True))
     for byte in data:
         detokenizer.push(alphabet[byte])
@@ -99,7 +105,9 @@ def test_bytes_that_are_no_text_stay_where_a_stream_is_cut_and_a_begun_character
 
 
 def test_invalid_bytes_do_not_pile_up_unemitted() -> None:
-    byte = BYTE_LEVEL.token_to_id(next(char for char, b in DECODERS["byte-level"]._byte_of_char.items() if b == 0x80))
+    byte = BYTE_LEVEL.token_to_id(
+        next(char for char, b in DECODERS["byte-level"]._byte_of_char.items() if b == 0x80)
+    )
     emitted = stream_text(BYTE_LEVEL, [byte] * 1000, True)
     assert all(piece == "�" for piece in emitted[:-1]) and emitted[-1] == ""
 
@@ -160,8 +168,12 @@ stop_lists = st.lists(st.text("ab é😀", min_size=1, max_size=5), min_size=1, 
 @given(narrow_texts, stop_lists, st.booleans())
 @example("xaab", ["aab", "ab"], False)
 @example("abcd", ["abcd", "bc"], True)
-def test_stop_string_ends_the_text_where_it_is_first_complete(text: str, stops: list[str], include: bool) -> None:
-    detokenizer = Detokenizer(DECODERS["byte-level"].stream(True), StopAutomaton(stops), include_stop_string=include)
+def test_stop_string_ends_the_text_where_it_is_first_complete(
+    text: str, stops: list[str], include: bool
+) -> None:
+    detokenizer = Detokenizer(
+        DECODERS["byte-level"].stream(True), StopAutomaton(stops), include_stop_string=include
+    )
     emissions, _ = pushes(detokenizer, BYTE_LEVEL.encode(text).ids)
     found = first_stop(text, stops)
     expected = text if found is None else text[: found[1] if include else found[0]]
@@ -189,7 +201,9 @@ def test_stop_result_does_not_depend_on_how_tokens_cut_the_text(
     shuffled = draw.sample(stops, len(stops))
     coarse = Detokenizer(Pieces(pieces), StopAutomaton(shuffled))
     fine = Detokenizer(Pieces(list(text)), StopAutomaton(stops))
-    assert "".join(pushes(coarse, list(range(len(pieces))))[0]) == "".join(pushes(fine, list(range(len(text))))[0])
+    assert "".join(pushes(coarse, list(range(len(pieces))))[0]) == "".join(
+        pushes(fine, list(range(len(text))))[0]
+    )
     assert coarse.stop_match == fine.stop_match
 
 

@@ -1,4 +1,5 @@
-"""GGUF vocabularies against llama.cpp: token ids under every rule of splitting, and tokens that end an answer."""
+"""GGUF vocabularies against llama.cpp:
+token ids under every rule of splitting, and tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 @cache
 def byte_level_vocabulary(tokenizer_json: Path) -> tuple[list[str], list[int], list[str]]:
-    """Tokens, types and merges; a few tokens that no merge makes show whether a piece is looked up as a whole."""
+    """Tokens, types and merges; a few tokens that no merge makes show whether a piece is looked up as a
+    whole."""
     model = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]
     merges = [" ".join(pair) for pair in model["merges"]]
     words = [left + right for left, right in (line.split(" ") for line in merges)]
@@ -146,7 +148,9 @@ def spelt_vocabulary() -> tuple[list[str], list[int], list[str]]:
     """Tokens, types and merges of a vocabulary whose tokens are text with visible spaces."""
     merges = ["t h", "th e", "▁ the", "▁ ▁", "▁▁ ▁▁", "o m", "k o", "! ?", "1 2", "の ▁"]
     words = [left + right for left, right in (line.split(" ") for line in merges)]
-    letters = sorted({letter for line in merges for letter in line.replace(" ", "")} | set("abcdefghij.,'漢字é▁\n"))
+    letters = sorted(
+        {letter for line in merges for letter in line.replace(" ", "")} | set("abcdefghij.,'漢字é▁\n")
+    )
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     texts = dict.fromkeys([*letters, *words, *("\n" * length for length in range(2, 32))])
     tokens = [*SPECIAL, *bytes_, *(text for text in texts), "<tool>"]
@@ -155,7 +159,25 @@ def spelt_vocabulary() -> tuple[list[str], list[int], list[str]]:
 
 def scored_vocabulary() -> tuple[list[str], list[int], list[float]]:
     """Tokens, types and scores of a vocabulary as SentencePiece has them."""
-    pairs = ["▁t", "he", "▁the", "in", "er", "▁a", "on", "▁w", "or", "▁wor", "ds", "qu", "qui", "'s", "12", "123", "▁▁"]
+    pairs = [
+        "▁t",
+        "he",
+        "▁the",
+        "in",
+        "er",
+        "▁a",
+        "on",
+        "▁w",
+        "or",
+        "▁wor",
+        "ds",
+        "qu",
+        "qui",
+        "'s",
+        "12",
+        "123",
+        "▁▁",
+    ]
     letters = sorted(set("".join(pairs)) | set("abcdefghijklmnopqrstuvwxyzABC0123456789.,漢字é\n"))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pairs, "▁▁▁▁", *letters]
     num_texts = len(tokens) - 259
@@ -164,7 +186,9 @@ def scored_vocabulary() -> tuple[list[str], list[int], list[float]]:
     return [*tokens, "<|im_start|>", "<|im_end|>", "<tool>"], types, scores
 
 
-def write_vocabulary(path: Path, tokens: list[str], types: list[int], merges: list[str], **entries: Any) -> Path:
+def write_vocabulary(
+    path: Path, tokens: list[str], types: list[int], merges: list[str], **entries: Any
+) -> Path:
     writer: Any = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(8)
@@ -211,7 +235,9 @@ def test_token_ids_are_those_of_llama_cpp(name: str, word_tokenizer: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("add_space_prefix", [True, False])
-def test_token_ids_of_scored_vocabularies_are_those_of_llama_cpp(add_space_prefix: bool, tmp_path: Path) -> None:
+def test_token_ids_of_scored_vocabularies_are_those_of_llama_cpp(
+    add_space_prefix: bool, tmp_path: Path
+) -> None:
     tokens, types, scores = scored_vocabulary()
     entries: dict[str, Any] = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2}
     path = tmp_path / "vocabulary.gguf"
@@ -232,7 +258,10 @@ def assert_same_ids(path: Path, given: list[str]) -> None:
 @pytest.mark.parametrize(
     "texts",
     [
-        *[[text] for text in ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")],
+        *[
+            [text]
+            for text in ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
+        ],
         *[
             [text]
             for text in (
@@ -251,7 +280,9 @@ def assert_same_ids(path: Path, given: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [1, 3])
-def test_answers_end_where_llama_cpp_ends_them(texts: list[str], kind: int, with_entries: bool, tmp_path: Path) -> None:
+def test_answers_end_where_llama_cpp_ends_them(
+    texts: list[str], kind: int, with_entries: bool, tmp_path: Path
+) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason=JUDGE)
     tokens = [*SPECIAL[:2], *byte_letters(), "ab", *texts]
     types = [3, 3] + [1] * (len(tokens) - 2 - len(texts)) + [kind] * len(texts)
@@ -270,7 +301,9 @@ def test_answers_end_where_llama_cpp_ends_them(texts: list[str], kind: int, with
         found = end_of_generation(file.metadata)
     with read_by_llama_cpp(path) as theirs:
         vocabulary = llama_cpp.llama_model_get_vocab(theirs.model)
-        assert sorted(found) == [id for id in range(len(tokens)) if llama_cpp.llama_vocab_is_eog(vocabulary, id)]
+        assert sorted(found) == [
+            id for id in range(len(tokens)) if llama_cpp.llama_vocab_is_eog(vocabulary, id)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -291,13 +324,19 @@ def test_answers_end_where_llama_cpp_ends_them(texts: list[str], kind: int, with
         ("gemma4", "two words\n\nx", ["two▁words", "\n\n", "x"]),
     ],
 )
-def test_a_rule_splits_text_into_these_pieces(name: str, text: str, pieces: list[str], tmp_path: Path) -> None:
+def test_a_rule_splits_text_into_these_pieces(
+    name: str, text: str, pieces: list[str], tmp_path: Path
+) -> None:
     letters = sorted(set(byte_letters()) | set("two▁wordsx\n"))
-    path = write_vocabulary(tmp_path / "vocabulary.gguf", [*letters, "ab"], [1] * (len(letters) + 1), ["a b"], pre=name)
+    path = write_vocabulary(
+        tmp_path / "vocabulary.gguf", [*letters, "ab"], [1] * (len(letters) + 1), ["a b"], pre=name
+    )
     backend = load_tokenizer(path).backend
     normalized = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     found = backend.pre_tokenizer.pre_tokenize_str(normalized)
-    spelt = found if not SPLIT_RULES[name].is_byte_level else [(_from_bytes(piece), at) for piece, at in found]
+    spelt = (
+        found if not SPLIT_RULES[name].is_byte_level else [(_from_bytes(piece), at) for piece, at in found]
+    )
     assert [piece for piece, _ in spelt] == pieces
 
 
@@ -309,7 +348,9 @@ def _from_bytes(piece: str) -> str:
     return bytes(byte_of[letter] for letter in piece).decode()
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "tekken", "falcon3", "lfm2", "smaug-bpe", "dbrx", "glm4", "gpt-4o"])
+@pytest.mark.parametrize(
+    "name", ["llama-bpe", "tekken", "falcon3", "lfm2", "smaug-bpe", "dbrx", "glm4", "gpt-4o"]
+)
 def test_a_rule_implies_a_beginning_of_text_and_whole_pieces(name: str, tmp_path: Path) -> None:
     adds_bos = name in ("llama-bpe", "tekken", "falcon3", "lfm2")
     tokens = ["<s>", *byte_letters(), "ab", "xyz"]

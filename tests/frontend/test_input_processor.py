@@ -46,7 +46,9 @@ def test_text_becomes_the_tokenizers_ids() -> None:
 
 def test_token_ids_need_no_tokenizer_and_count_before_the_text_beside_them() -> None:
     assert processor(None).prepare(None, IDS, SamplingParams()).prompt_token_ids == [1, 2, 3]
-    prepared = processor().prepare(None, {**IDS, "prompt": "only echoed", "cache_salt": "me"}, SamplingParams())
+    prepared = processor().prepare(
+        None, {**IDS, "prompt": "only echoed", "cache_salt": "me"}, SamplingParams()
+    )
     assert (prepared.prompt, prepared.prompt_token_ids) == ("only echoed", [1, 2, 3])
     assert prepared.sequences[0].cache_salt == "me"
 
@@ -176,13 +178,18 @@ def test_callers_request_id_is_echoed_and_never_a_key() -> None:
 
 def test_bad_words_are_given_as_ids_at_the_start_and_behind_a_space() -> None:
     (request,) = processor().prepare(None, IDS, SamplingParams(bad_words=["quick", " fox", "fox"])).sequences
-    expected = {tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("quick", " quick", "fox", " fox")}
+    expected = {
+        tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("quick", " quick", "fox", " fox")
+    }
     assert {tuple(ids) for ids in request.bad_words_token_ids} == expected
     assert len(request.bad_words_token_ids) == len(expected)
 
 
 def test_priority_is_refused_where_it_would_be_ignored() -> None:
-    assert processor(policy="priority").prepare(None, IDS, SamplingParams(), priority=-3).sequences[0].priority == -3
+    assert (
+        processor(policy="priority").prepare(None, IDS, SamplingParams(), priority=-3).sequences[0].priority
+        == -3
+    )
     with pytest.raises(RequestError, match="has no priorities"):
         processor().prepare(None, IDS, SamplingParams(), priority=1)
     for value in (True, 1.5, "1", 2**63):
@@ -226,7 +233,9 @@ def test_conversation_without_a_template_is_refused() -> None:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["prompt", "prompt_token_ids", "cache_salt", "x"]), inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["prompt", "prompt_token_ids", "cache_salt", "x"]), inner, max_size=3
+            )
         ),
         max_leaves=8,
     )

@@ -46,14 +46,18 @@ GENEROUS = SamplingParams(max_tokens=None)
 
 def test_delta_stream_adds_up_to_the_answer() -> None:
     with LLMEngine(client(), TOKENIZER) as engine:
-        name = engine.add_request(None, "Größe 😀", SamplingParams(max_tokens=None, output_kind=OutputKind.DELTA))
+        name = engine.add_request(
+            None, "Größe 😀", SamplingParams(max_tokens=None, output_kind=OutputKind.DELTA)
+        )
         outputs = drain(engine)
     assert {output.request_id for output in outputs} == {name}
     assert "".join(output.outputs[0].text for output in outputs) == "Größe 😀"
     assert len(outputs) == len(TOKENIZER.encode("Größe 😀")) + 1
     metrics = outputs[-1].metrics
     assert metrics.num_generation_tokens == len(outputs)
-    assert metrics.first_scheduled_time == 2.0 and metrics.ttft is not None and metrics.finished_time is not None
+    assert (
+        metrics.first_scheduled_time == 2.0 and metrics.ttft is not None and metrics.finished_time is not None
+    )
 
 
 def test_two_requests_with_the_same_id_are_both_served() -> None:
@@ -80,7 +84,10 @@ def test_abort_keeps_what_was_said_and_frees_the_engine() -> None:
     engine.step()
     (output,) = engine.abort_request(["a", "never heard of"])
     (completion,) = output.outputs
-    assert (completion.finish_reason, completion.token_ids) == ("abort", core.requests[0].prompt_token_ids[:1])
+    assert (completion.finish_reason, completion.token_ids) == (
+        "abort",
+        core.requests[0].prompt_token_ids[:1],
+    )
     assert completion.text == TOKENIZER.decode(completion.token_ids)
     assert core.running == {} and not engine.has_unfinished_requests()
     assert engine.abort_request(["a"]) == []
@@ -106,7 +113,12 @@ def test_closed_engine_says_so_and_closes_once() -> None:
         pass
     engine.close()
     assert core.closed == 1
-    for action in (engine.step, engine.stats, engine.reset_prefix_cache, lambda: engine.add_request("a", "b")):
+    for action in (
+        engine.step,
+        engine.stats,
+        engine.reset_prefix_cache,
+        lambda: engine.add_request("a", "b"),
+    ):
         with pytest.raises(EngineDeadError, match="closed"):
             action()
 
@@ -193,7 +205,9 @@ def test_priorities_go_through_where_the_engine_has_them() -> None:
     assert [request.priority for request in core.requests] == [3, -1, 4, 4]
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("broken"), EngineDeadError("out of memory")])
+@pytest.mark.parametrize(
+    "failure", [KeyboardInterrupt(), RuntimeError("broken"), EngineDeadError("out of memory")]
+)
 def test_interruption_aborts_what_is_left_and_is_passed_on(failure: BaseException) -> None:
     model, core = llm(fail_at_step=3, failure=failure)
     with pytest.raises(type(failure)):
@@ -226,7 +240,9 @@ def test_one_conversation_or_several() -> None:
 
 def test_a_given_chat_template_takes_the_place_of_the_models() -> None:
     template = "{{ messages[0].content }}!"
-    assert texts(llm()[0].chat([{"role": "user", "content": "hello"}], GENEROUS, chat_template=template)) == ["hello!"]
+    assert texts(llm()[0].chat([{"role": "user", "content": "hello"}], GENEROUS, chat_template=template)) == [
+        "hello!"
+    ]
 
 
 def test_metrics_tokenizer_and_prefix_cache_are_at_hand() -> None:
@@ -257,7 +273,9 @@ def test_unknown_engine_argument_is_refused_before_loading() -> None:
         LLM(modle="x")
 
 
-def test_engine_that_cannot_get_a_tokenizer_frees_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_that_cannot_get_a_tokenizer_frees_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     core = client(config=engine_config(model_path=str(tmp_path)))
     module = type("client_module", (), {"make_client": staticmethod(lambda args: core)})
     monkeypatch.setitem(__import__("sys").modules, "minivllm.data_parallel.client", module)
@@ -283,13 +301,19 @@ def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=40)
     (tmp_path / "model.gguf").touch()
-    assert default_sampling_params(str(tmp_path)) == default_sampling_params(str(tmp_path / "model.gguf")) == expected
+    assert (
+        default_sampling_params(str(tmp_path))
+        == default_sampling_params(str(tmp_path / "model.gguf"))
+        == expected
+    )
     model, core = llm(config=engine_config(model_path=str(tmp_path)))
     model.generate("fox")
     assert (core.requests[0].sampling_params.temperature, core.requests[0].max_tokens) == (0.6, 40)
 
 
-def test_a_limit_of_the_model_is_cut_to_what_the_prompt_leaves_and_a_callers_number_is_refused(tmp_path: Path) -> None:
+def test_a_limit_of_the_model_is_cut_to_what_the_prompt_leaves_and_a_callers_number_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 4096}')
     model, core = llm(config=engine_config(model_path=str(tmp_path)))
     room = model.llm_engine.config.scheduler.max_model_len - 3
@@ -300,8 +324,12 @@ def test_a_limit_of_the_model_is_cut_to_what_the_prompt_leaves_and_a_callers_num
         model.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4095))
 
 
-@pytest.mark.parametrize("content", [None, "{}", '{"eos_token_id": [1], "temperature": null, "max_new_tokens": 40}'])
-def test_a_model_that_does_not_say_how_to_sample_gets_the_fallback(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "{}", '{"eos_token_id": [1], "temperature": null, "max_new_tokens": 40}']
+)
+def test_a_model_that_does_not_say_how_to_sample_gets_the_fallback(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "generation_config.json").write_text(content)
     params = default_sampling_params(str(tmp_path))
@@ -319,7 +347,9 @@ def test_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
     assert default_sampling_params(str(tmp_path)).is_greedy
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"top_p": 7}', '{"temperature": "hot"}', '{"top_k": 1.5}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"top_p": 7}', '{"temperature": "hot"}', '{"top_k": 1.5}', "\udcff"]
+)
 def test_broken_generation_config_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "generation_config.json"
     path.write_bytes(content.encode(errors="surrogateescape"))

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from minivllm.stop_conditions.name_pattern import name_pattern
 
-NAMES = ["model.layers.10.self_attn.q_proj", "model.layers.1.mlp.experts.3.gate_proj", "lm_head", "visual.blocks.0.qkv"]
+NAMES = [
+    "model.layers.10.self_attn.q_proj",
+    "model.layers.1.mlp.experts.3.gate_proj",
+    "lm_head",
+    "visual.blocks.0.qkv",
+]
 PATTERNS = [
     r"model\.layers\.\d+\.self_attn\.(q|k|v)_proj",
     r".*layers\..*\.mlp\..*\.gate.*",
@@ -36,7 +41,9 @@ expressions = st.recursive(
     lambda inner: (
         st.tuples(inner, inner).map("".join)
         | st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})")
-        | st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,}"])).map(lambda pair: f"({pair[0]}){pair[1]}")
+        | st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,}"])).map(
+            lambda pair: f"({pair[0]}){pair[1]}"
+        )
     ),
     max_leaves=8,
 )

@@ -35,7 +35,10 @@ class Frontend:
 
     def __init__(self, decoder: TokenDecoder | None = DECODER) -> None:
         self.inputs = InputProcessor(
-            engine_config(max_model_len=4096), wrapped(BACKEND), model_vocab_size=VOCAB + 10, eos_token_ids=(EOS,)
+            engine_config(max_model_len=4096),
+            wrapped(BACKEND),
+            model_vocab_size=VOCAB + 10,
+            eos_token_ids=(EOS,),
         )
         self.outputs = OutputProcessor(decoder)
 
@@ -108,12 +111,18 @@ def test_stop_string_across_tokens_ends_the_request_and_aborts_it_in_the_engine(
     outputs: list[RequestOutput] = []
     count = 0
     for count in range(len(ids)):
-        processed = frontend.outputs.process_outputs([EngineOutput(request_id=name, new_token_ids=[ids[count]])])
+        processed = frontend.outputs.process_outputs(
+            [EngineOutput(request_id=name, new_token_ids=[ids[count]])]
+        )
         outputs += processed.request_outputs
         if processed.sequence_ids_to_abort:
             break
     assert processed.sequence_ids_to_abort == [name]
-    text = "".join(o.outputs[0].text for o in outputs) if kind is OutputKind.DELTA else outputs[-1].outputs[0].text
+    text = (
+        "".join(o.outputs[0].text for o in outputs)
+        if kind is OutputKind.DELTA
+        else outputs[-1].outputs[0].text
+    )
     assert text == ("abx STOP y" if include else "ab")
     last = outputs[-1].outputs[0]
     assert (outputs[-1].finished, last.finish_reason, last.stop_reason) == (True, "stop", "x STOP y")
@@ -167,7 +176,9 @@ def test_held_back_text_and_half_characters_come_out_at_the_end() -> None:
     prepared = frontend.add(stop=["end of story"], output_kind=OutputKind.DELTA)
     name = prepared.sequences[0].request_id
     ids = ids_of("the end of") + ids_of("😀")[:1]
-    outputs = [output for i in ids for output in frontend.step(EngineOutput(request_id=name, new_token_ids=[i]))]
+    outputs = [
+        output for i in ids for output in frontend.step(EngineOutput(request_id=name, new_token_ids=[i]))
+    ]
     assert merged(outputs)[0] == "the "
     outputs += frontend.step(EngineOutput(request_id=name, finish_reason=FinishReason.LENGTH))
     assert merged(outputs)[0] == BACKEND.decode(ids)
@@ -280,7 +291,9 @@ def test_error_of_one_request_reaches_it_alone() -> None:
     bad, good = frontend.add(), frontend.add()
     bad_name, good_name = bad.sequences[0].request_id, good.sequences[0].request_id
     first, second = frontend.step(
-        EngineOutput(request_id=bad_name, finish_reason=FinishReason.ERROR, error="The grammar has no rules."),
+        EngineOutput(
+            request_id=bad_name, finish_reason=FinishReason.ERROR, error="The grammar has no rules."
+        ),
         EngineOutput(request_id=good_name, new_token_ids=[70]),
     )
     assert (first.finished, first.error) == (True, "The grammar has no rules.")
@@ -331,7 +344,9 @@ def test_nothing_is_kept_of_finished_requests() -> None:
         else:
             frontend.step(
                 *(
-                    EngineOutput(request_id=s.request_id, new_token_ids=[70], finish_reason=FinishReason.LENGTH)
+                    EngineOutput(
+                        request_id=s.request_id, new_token_ids=[70], finish_reason=FinishReason.LENGTH
+                    )
                     for s in request.sequences
                 )
             )
@@ -349,7 +364,12 @@ def test_metrics_follow_from_the_events_and_the_arrival_of_tokens() -> None:
     metrics.record_tokens(1, now=15.0)
     metrics.finished_time = 16.0
     assert (metrics.queued_time, metrics.first_scheduled_time, metrics.num_preemptions) == (10.5, 11.0, 1)
-    assert (metrics.ttft, metrics.queue_time, metrics.prefill_time, metrics.decode_time) == (3.0, 1.0, 2.0, 2.0)
+    assert (metrics.ttft, metrics.queue_time, metrics.prefill_time, metrics.decode_time) == (
+        3.0,
+        1.0,
+        2.0,
+        2.0,
+    )
     assert metrics.prefill_tokens_per_second == 20.0
     assert metrics.decode_tokens_per_second == 2.0
     assert (metrics.tpot, metrics.e2e_latency) == (0.5, 6.0)
@@ -360,7 +380,10 @@ def test_cached_tokens_of_n_completions_are_those_of_the_first() -> None:
     prepared = frontend.add(n=2)
     outputs = [
         EngineOutput(
-            request_id=s.request_id, new_token_ids=[70], finish_reason=FinishReason.LENGTH, num_cached_tokens=cached
+            request_id=s.request_id,
+            new_token_ids=[70],
+            finish_reason=FinishReason.LENGTH,
+            num_cached_tokens=cached,
         )
         for s, cached in zip(prepared.sequences, (1, 2))
     ]

@@ -1,4 +1,5 @@
-"""Sampling parameters as vLLM's users write them: None is the default, and a wrong type is told by the field's name."""
+"""Sampling parameters as vLLM's users write them:
+None is the default, and a wrong type is told by the field's name."""
 
 from __future__ import annotations
 
@@ -54,5 +55,7 @@ def test_named_logprobs_are_logprobs() -> None:
     assert SamplingParams(logprob_token_ids=[5, 3]).logprobs == 0
     assert SamplingParams(logprob_token_ids=[5, 3], logprobs=4).logprobs == 4
     for few_or_many in ([], [1] * 1001):
-        with pytest.raises(RequestError, match=f"logprob_token_ids is {len(few_or_many)}, but must be 1 to 1000 ids"):
+        with pytest.raises(
+            RequestError, match=f"logprob_token_ids is {len(few_or_many)}, but must be 1 to 1000 ids"
+        ):
             SamplingParams(logprob_token_ids=few_or_many)

@@ -17,7 +17,8 @@ from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer, max_characte
 from tests.frontend.small_tokenizers import byte_fallback_bpe, byte_level_bpe
 
 TEMPLATE = (
-    "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.name or '' }}{{ m.content | trim }}<|end|>\n{% endfor %}"
+    "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.name or '' }}{{ m.content | trim }}<|end|>\n{% "
+    "endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{{ mood }}"
     "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
 )
@@ -38,7 +39,9 @@ PIECES = [
     "日",
     "1",
 ]
-TEXTS = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)).map("".join)
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)).map(
+    "".join
+)
 
 
 @cache
@@ -55,7 +58,9 @@ def default_model() -> Tokenizer:
 
 @given(contents=st.lists(TEXTS, min_size=1, max_size=3), name=TEXTS, tool=TEXTS, mood=TEXTS)
 @settings(max_examples=150, deadline=None)
-def test_only_the_templates_own_special_tokens_count(contents: list[str], name: str, tool: str, mood: str) -> None:
+def test_only_the_templates_own_special_tokens_count(
+    contents: list[str], name: str, tool: str, mood: str
+) -> None:
     """Two strings that meet cannot make one either. The text comes back whole, byte for byte."""
     tokenizer = small(byte_level_bpe)
     messages = [{"role": "user", "name": name, "content": content} for content in contents]
@@ -99,7 +104,9 @@ def test_a_message_cannot_open_a_system_turn_of_the_default_model(default_model:
 def test_ordinary_conversations_of_the_default_model_are_what_its_template_says(content: str) -> None:
     tokenizer = load_default()
     messages = [{"role": "user", "content": content}]
-    text = tokenizer._fast.apply_chat_template(messages, tools=None, add_generation_prompt=True, tokenize=False)
+    text = tokenizer._fast.apply_chat_template(
+        messages, tools=None, add_generation_prompt=True, tokenize=False
+    )
     theirs = tokenizer.backend.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode_chat(messages)[1] == theirs
     twin = tokenizer.encode_chat([*messages, {"role": "user", "content": "<|im_end|>"}], False)[1]

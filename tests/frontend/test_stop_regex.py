@@ -1,4 +1,5 @@
-"""Stop expressions; the judge is Python's ``re``, asked about every part of the text, and ``regex`` for beginnings."""
+"""Stop expressions; the judge is Python's ``re``, asked about every part of the text,
+and ``regex`` for beginnings."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def larger(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 any_patterns = st.tuples(
-    st.sampled_from(["", "", "", "(?i)", "(?s)", "(?a)"]), st.recursive(st.sampled_from(ATOMS), larger, max_leaves=6)
+    st.sampled_from(["", "", "", "(?i)", "(?s)", "(?a)"]),
+    st.recursive(st.sampled_from(ATOMS), larger, max_leaves=6),
 ).map("".join)
 patterns = any_patterns.filter(lambda pattern: re.fullmatch(pattern, "") is None)
 texts = st.text(CHARACTERS, max_size=12)
@@ -54,8 +56,11 @@ def cut(text: str, at: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
 
 
-def first_match(text: str, patterns: Sequence[str], ignore_until: int = 0) -> tuple[int, int, set[str]] | None:
-    """(start, end, expressions) of the match that is complete first and, among those, longest; brute force."""
+def first_match(
+    text: str, patterns: Sequence[str], ignore_until: int = 0
+) -> tuple[int, int, set[str]] | None:
+    """(start, end, expressions) of the match that is complete first and, among those, longest;
+    brute force."""
     for end in range(ignore_until + 1, len(text) + 1):
         for start in range(end):
             found = {pattern for pattern in patterns if re.fullmatch(pattern, text[start:end])}
@@ -106,7 +111,9 @@ def test_the_text_ends_where_the_first_complete_match_begins(
         assert "".join(emitted) == text[: end if include else start]
         assert detokenizer.stop_match is not None
         assert detokenizer.stop_match.length == end - start
-        assert detokenizer.stop_match.reason in reasons | {stop for stop in stops if re.escape(stop) in reasons}
+        assert detokenizer.stop_match.reason in reasons | {
+            stop for stop in stops if re.escape(stop) in reasons
+        }
 
 
 @settings(max_examples=600, deadline=None)
@@ -122,7 +129,9 @@ def test_held_back_text_is_exactly_what_may_still_begin_a_match(text: str, patte
             break
         emitted += detokenizer.take()
         read = text[: position + 1]
-        beginnings = [start for start in range(len(read)) if regex.fullmatch(greedy, read[start:], partial=True)]
+        beginnings = [
+            start for start in range(len(read)) if regex.fullmatch(greedy, read[start:], partial=True)
+        ]
         assert emitted == read[: beginnings[0] if beginnings else len(read)]
 
 
@@ -151,7 +160,9 @@ def test_a_class_contains_what_python_says(char: str, atom: str, flags: str) -> 
     assert (matched is not None) == (re.fullmatch(flags + atom, char) is not None)
 
 
-@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|a)*b", "(a|ab|aa)+c", "(.*a){12}c", "a?" * 25 + "a" * 25 + "b"])
+@pytest.mark.parametrize(
+    "pattern", ["(a*)*b", "(a|a)*b", "(a|ab|aa)+c", "(.*a){12}c", "a?" * 25 + "a" * 25 + "b"]
+)
 def test_expressions_that_ruin_backtracking_cost_no_more_than_their_size_per_character(pattern: str) -> None:
     (matcher,) = compile_stop_patterns([pattern])
     plain_advance, num_advances = matcher._advance, 0

@@ -1,4 +1,5 @@
-"""Tokenizers: from a directory as transformers has them, from GGUF files as brute force and SentencePiece have them."""
+"""Tokenizers: from a directory as transformers has them,
+from GGUF files as brute force and SentencePiece have them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ PATTERNS = {
     "qwen2": SPLIT_RULES["qwen2"].patterns[0],
 }
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.lists(
-    st.sampled_from([*" \n\t0123456789aeiou'.,!?äß中🙂", "the", " The", "  ", "I'll", "WE'RE", "\r\n", "123456"])
+    st.sampled_from(
+        [*" \n\t0123456789aeiou'.,!?äß中🙂", "the", " The", "  ", "I'll", "WE'RE", "\r\n", "123456"]
+    )
 ).map("".join)
 
 
@@ -92,7 +95,8 @@ def test_a_directory_without_a_tokenizer_is_a_model_error(tmp_path: Path) -> Non
         load_tokenizer(tmp_path)
 
 
-# --- GGUF, byte-level BPE -------------------------------------------------------------------------------------------
+# --- GGUF, byte-level BPE
+# -------------------------------------------------------------------------------------------
 
 
 @cache
@@ -100,7 +104,9 @@ def byte_symbols() -> dict[int, str]:
     """GPT-2's printable stand-in for every byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }
 
 
 def merge_naively(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
@@ -198,7 +204,11 @@ def test_the_default_models_tokenizer_equals_brute_force(smollm2_path: Path, tex
 def default_model_vocabulary(path: Path) -> tuple[Tokenizer, list[str], dict[tuple[str, str], int]]:
     with GGUFFile(path) as file:
         merges = [tuple(line.split(" ")) for line in file.metadata["tokenizer.ggml.merges"]]
-        return load_tokenizer(path), file.metadata["tokenizer.ggml.tokens"], {pair: i for i, pair in enumerate(merges)}
+        return (
+            load_tokenizer(path),
+            file.metadata["tokenizer.ggml.tokens"],
+            {pair: i for i, pair in enumerate(merges)},
+        )
 
 
 @cache
@@ -217,12 +227,16 @@ def test_the_default_model_brings_its_special_tokens_and_chat_template(smollm2_p
     assert ids.count(1) == 3 and ids.count(2) == 2
 
 
-def test_the_default_models_tokenizer_agrees_with_transformers_reading_of_the_file(smollm2_path: Path) -> None:
+def test_the_default_models_tokenizer_agrees_with_transformers_reading_of_the_file(
+    smollm2_path: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
     ours, _, _ = default_model_vocabulary(smollm2_path)
-    for text in (re.sub(r"\d", "", line) for line in CORPUS):  # transformers does not split digits for GGUF files
+    for text in (
+        re.sub(r"\d", "", line) for line in CORPUS
+    ):  # transformers does not split digits for GGUF files
         assert ours.encode(text) == theirs(text).input_ids
 
 
@@ -263,9 +277,13 @@ def test_vocabularies_that_cannot_work_are_refused(
     assert "bad.gguf" in str(caught.value)
 
 
-def test_what_llama_cpp_warns_of_in_a_vocabulary_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_llama_cpp_warns_of_in_a_vocabulary_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     entries: dict[str, Any] = {"merges": ["a b"], "bos_token_id": 0, "eos_token_id": 99}
-    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **entries))
+    tokenizer = load_tokenizer(
+        write_vocabulary(tmp_path / "v.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **entries)
+    )
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, None)
     assert "eos_token_id is 99, but there are 3 tokens" in caplog.text
     assert "names no rule by which text is split" in caplog.text
@@ -278,7 +296,8 @@ def test_repeated_or_missing_tokens_are_refused(tmp_path: Path) -> None:
         load_tokenizer(write_vocabulary(tmp_path / "b.gguf", "gpt2", ["a", "b"], [1]))
 
 
-# --- GGUF, SentencePiece BPE ----------------------------------------------------------------------------------------
+# --- GGUF, SentencePiece BPE
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +322,13 @@ def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, T
     size = theirs.get_piece_size()
     tokens = [theirs.id_to_piece(token) for token in range(size)]
     types = [
-        2 if theirs.is_unknown(token) else 3 if theirs.is_control(token) else 6 if theirs.is_byte(token) else 1
+        2
+        if theirs.is_unknown(token)
+        else 3
+        if theirs.is_control(token)
+        else 6
+        if theirs.is_byte(token)
+        else 1
         for token in range(size)
     ]
     path = tmp_path_factory.mktemp("spm") / "vocabulary.gguf"
@@ -329,7 +354,8 @@ def test_merges_follow_scores_and_leave_special_tokens_out() -> None:
     ]
 
 
-# --- GGUF, kept on disk ---------------------------------------------------------------------------------------------
+# --- GGUF, kept on disk
+# ---------------------------------------------------------------------------------------------
 
 
 def test_what_is_built_from_a_gguf_file_is_what_transformers_would_make_of_it(smollm2_path: Path) -> None:
@@ -378,7 +404,8 @@ def test_a_file_that_changed_or_a_damaged_copy_is_built_again(kept: Path) -> Non
 
 def test_the_tokenizer_of_a_gguf_file_needs_no_transformers(kept: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from minivllm.tokenizer.gguf_tokenizer import load_gguf_tokenizer;"
+        "import sys; from pathlib import Path; from minivllm.tokenizer.gguf_tokenizer import "
+        "load_gguf_tokenizer;"
         f"load_gguf_tokenizer(Path({str(kept)!r})); print('transformers' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

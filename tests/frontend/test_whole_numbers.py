@@ -32,7 +32,9 @@ def test_lists_and_other_structures_have_the_same_bound() -> None:
 
 
 def test_the_largest_numbers_travel_and_say_no_more_than_they_did() -> None:
-    params = SamplingParams(top_k=MAX_INTEGER, max_tokens=MAX_INTEGER, min_tokens=0, thinking_budget=MAX_INTEGER)
+    params = SamplingParams(
+        top_k=MAX_INTEGER, max_tokens=MAX_INTEGER, min_tokens=0, thinking_budget=MAX_INTEGER
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     with pytest.raises(RequestError, match=r"top_k is -2, but must be a whole number of at least -1\."):
         SamplingParams(top_k=-2)

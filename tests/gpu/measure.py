@@ -29,7 +29,17 @@ from kernels_triton_free.attention import paged_flex_attention  # noqa: E402
 from minivllm.device.policy import DevicePolicy  # noqa: E402
 from tests.gpu.paged_case import decode_lists, make_case, reference  # noqa: E402
 
-PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "msgspec", "gguf", "typer")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "msgspec",
+    "gguf",
+    "typer",
+)
 REPEATS = 20
 Save = Callable[[Any], None]
 """Keeps what a step has found so far, in case it is stopped."""
@@ -91,8 +101,8 @@ def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats:
 
 
 def seconds_on_device(calls: list[Callable[[], Any]], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median time of one of these calls, as a CUDA graph runs them one after the other: without what launching costs.
-    On a CPU, of calling them."""
+    """Median time of one of these calls, as a CUDA graph runs them one after the other: without what
+    launching costs. On a CPU, of calling them."""
     if device.type != "cuda":
         return seconds_per_call(lambda: [call() for call in calls], device, repeats) / len(calls)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -122,26 +132,32 @@ def environment(device: torch.device) -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = None
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    )
     return {"versions": versions, "cuda": torch.version.cuda, "device": name, "command": " ".join(sys.argv)}
 
 
 def copy_bandwidth(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Bytes read plus bytes written per second by a plain copy, and bytes read by a sum, of random values: zeros are
-    copied faster (on an H100 at 2.9 instead of 2.4 TB/s), but no weights are."""
+    """Bytes read plus bytes written per second by a plain copy, and bytes read by a sum, of random values:
+    zeros are copied faster (on an H100 at 2.9 instead of 2.4 TB/s), but no weights are."""
     size = 2**24 if tiny else 2**31
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = seconds_on_device([lambda: target.copy_(source)], device)
     numbers = source.view(torch.bfloat16).nan_to_num_()
     reading = seconds_on_device([numbers.sum], device)
-    return {"bytes": size, "gb_per_second": 2 * size / seconds / 1e9, "read_gb_per_second": size / reading / 1e9}
+    return {
+        "bytes": size,
+        "gb_per_second": 2 * size / seconds / 1e9,
+        "read_gb_per_second": size / reading / 1e9,
+    }
 
 
 def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[str, Any]]:
-    """Compiled decode attention: KV bytes read per second, its share of a copy, and its error against float64; over
-    pages in the dtype of the queries, and on a GPU in 8 bits. Several caches take turns, more than fit into what a GPU
-    keeps of its memory at hand."""
+    """Compiled decode attention: KV bytes read per second, its share of a copy, and its error against
+    float64; over pages in the dtype of the queries, and on a GPU in 8 bits. Several caches take turns, more
+    than fit into what a GPU keeps of its memory at hand."""
     copied = copy_bandwidth(device, tiny)["gb_per_second"]
     on_cuda = device.type == "cuda"
     dtype = torch.bfloat16 if on_cuda else torch.float32
@@ -174,7 +190,9 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
             call = partial(attention, q, case.k_cache, case.v_cache, lists, bounds, case.kv_position)
             error = (call()[:requests].double() - reference(case)).abs().max().item()
             size = case.k_cache.nbytes + case.v_cache.nbytes
-            copies = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(min(32, 2**28 // size) * on_cuda)]
+            copies = [
+                (case.k_cache.clone(), case.v_cache.clone()) for _ in range(min(32, 2**28 // size) * on_cuda)
+            ]
             calls = [partial(attention, q, *one, lists, bounds, case.kv_position) for one in copies]
             seconds = seconds_on_device([call, *calls], device)
             read = 2 * requests * length * kv_heads * head_dim * cache_dtype.itemsize
@@ -199,8 +217,8 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
 
 @contextmanager
 def cheap_weights() -> Iterator[None]:
-    """Dummy weights meanwhile repeat a million random values: drawing eight billion takes minutes, and no product is
-    faster or slower for it."""
+    """Dummy weights meanwhile repeat a million random values:
+    drawing eight billion takes minutes, and no product is faster or slower for it."""
     from minivllm.checkpoints import checkpoint
 
     values = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
@@ -244,7 +262,8 @@ def started(shape: dict[str, Any], device: torch.device, tiny: bool, **arguments
 
 
 def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[float]:
-    """Wall time of decode steps of ``batch`` requests after a few that settle [seconds]; the engine is empty again."""
+    """Wall time of decode steps of ``batch`` requests after a few that settle [seconds];
+    the engine is empty again."""
     from minivllm.bench.parts.parts import start_decoding, time_steps
 
     settling = 5
@@ -274,8 +293,8 @@ def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: fl
 
 
 def device_busy(engine: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """What the device does in a decode step, by the profiler: milliseconds in which it runs kernels or copies, and in
-    which of them. Nothing on a CPU."""
+    """What the device does in a decode step, by the profiler: milliseconds in which it runs kernels or
+    copies, and in which of them. Nothing on a CPU."""
     if not torch.cuda.is_available():
         return {}
     from minivllm.bench.parts.parts import start_decoding, time_steps
@@ -300,7 +319,8 @@ def device_busy(engine: Any, batch: int, context: int, steps: int) -> dict[str, 
 
 
 def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
-    """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill, host gap, recompilations."""
+    """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill,
+    host gap, recompilations."""
     from minivllm.bench.parts.parts import prefill_seconds
     from minivllm.simulation import bounds
     from minivllm.simulation.bounds import matmul_peak
@@ -315,23 +335,31 @@ def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
             save(results)
         results["device_busy"] = {batch: device_busy(engine, batch, context, 20) for batch in (1, 64)}
         save(results)
-        seconds = statistics.median([prefill_seconds(engine, prompt, repetition) for repetition in range(4)][1:])
+        seconds = statistics.median(
+            [prefill_seconds(engine, prompt, repetition) for repetition in range(4)][1:]
+        )
         core = engine.client.core
         flops = bounds.prefill_flops(core.executor.worker.runner.decoder.config, prompt)
         peak = matmul_peak(device, torch.bfloat16, 64 if tiny else 8192)
-        results["prefill"] = {"tokens": prompt, "seconds": seconds, "share_of_matmul_peak": flops / seconds / peak}
+        results["prefill"] = {
+            "tokens": prompt,
+            "seconds": seconds,
+            "share_of_matmul_peak": flops / seconds / peak,
+        }
         results["recompilations"] = core.executor.num_recompilations()
     return results
 
 
 def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
-    """256 requests of 100 to 1024 random tokens, 100 to 1024 new ones each, all at once, on Qwen3-0.6B's shape."""
+    """256 requests of 100 to 1024 random tokens, 100 to 1024 new ones each, all at once,
+    on Qwen3-0.6B's shape."""
     from minivllm import LLM, SamplingParams
 
     choose = random.Random(0)
     count, low, high = (5, 5, 20) if tiny else (256, 100, 1024)
     prompts = [
-        {"prompt_token_ids": [choose.randrange(4, 500) for _ in range(choose.randint(low, high))]} for _ in range(count)
+        {"prompt_token_ids": [choose.randrange(4, 500) for _ in range(choose.randint(low, high))]}
+        for _ in range(count)
     ]
     params = [
         SamplingParams(temperature=0.6, seed=index, max_tokens=choose.randint(low, high), ignore_eos=True)
@@ -357,8 +385,11 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     }
 
 
-def variants(device: torch.device, tiny: bool, save: Save, changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Decode of Qwen3-0.6B's shape with one argument changed at a time; a variant that fails costs only itself."""
+def variants(
+    device: torch.device, tiny: bool, save: Save, changes: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Decode of Qwen3-0.6B's shape with one argument changed at a time;
+    a variant that fails costs only itself."""
     steps, context = (4, 20) if tiny else (60, 512)
     results: dict[str, Any] = {}
     for name, arguments in changes.items():
@@ -400,13 +431,18 @@ def quantized(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Fewer bits for the weights."""
     kinds = ("int8",) if device.type == "cpu" else ("int8", "int4", "fp8")
     common: dict[str, Any] = {"kv_cache_memory_bytes": 2**21 if tiny else 6 * 2**30}
-    return variants(device, tiny, save, {"none": common} | {kind: common | {"quantization": kind} for kind in kinds})
+    return variants(
+        device, tiny, save, {"none": common} | {kind: common | {"quantization": kind} for kind in kinds}
+    )
 
 
 def kv_dtypes(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Fewer bits for keys and values: how many blocks the same memory holds, and what a step takes."""
     names = ("float32", "bfloat16") if device.type == "cpu" else ("auto", "fp8_e4m3", "fp8_e5m2")
-    common: dict[str, Any] = {"kv_cache_memory_bytes": 2**21 if tiny else 2**33, "num_gpu_blocks_override": None}
+    common: dict[str, Any] = {
+        "kv_cache_memory_bytes": 2**21 if tiny else 2**33,
+        "num_gpu_blocks_override": None,
+    }
     return variants(device, tiny, save, {name: common | {"kv_cache_dtype": name} for name in names})
 
 

@@ -1,4 +1,5 @@
-"""Random requests on a paged cache, cut into the tiles of paged_flex_attention, and their float64 reference."""
+"""Random requests on a paged cache, cut into the tiles of paged_flex_attention,
+and their float64 reference."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from kernels_triton_free.strips.visibility import Bounds
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Requests that compute their last ``counts[i]`` of ``lengths[i]`` tokens. q [tokens, kv_heads, G, D] in order.
+    """Requests that compute their last ``counts[i]`` of ``lengths[i]`` tokens.
+    q [tokens, kv_heads, G, D] in order.
 
-    k_cache, v_cache [pages, page_size, kv_heads, D]; kv_position [pages * page_size]; tables[i]: pages of request i.
+    k_cache, v_cache [pages, page_size, kv_heads, D]; kv_position [pages * page_size];
+    tables[i]: pages of request i.
     """
 
     q: Tensor
@@ -45,8 +48,8 @@ def make_case(
     seed: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Pages are dealt out in random order, as in a cache that has been used for a while. cache_dtype: of K and V, if it
-    is not dtype."""
+    """Pages are dealt out in random order, as in a cache that has been used for a while.
+    cache_dtype: of K and V, if it is not dtype."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // page_size) for length in lengths]
     num_pages = sum(blocks) + 3
@@ -109,7 +112,8 @@ def decode_lists(case: PagedCase, padded: int, window: int | None = None) -> tup
 
 
 def run_decode(attention, case: PagedCase, padded: int, window: int | None = None) -> Tensor:
-    """attention: a (compiled) paged_flex_attention with its scale bound. Returns [requests, kv_heads, G, D]."""
+    """attention: a (compiled) paged_flex_attention with its scale bound.
+    Returns [requests, kv_heads, G, D]."""
     lists, bounds = decode_lists(case, padded, window)
     q = torch.zeros(padded, *case.q.shape[1:], dtype=case.q.dtype, device=case.q.device)
     q[: len(case.q)] = case.q

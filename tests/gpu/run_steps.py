@@ -1,8 +1,8 @@
 """Runs the checks and the measurements of a CUDA device, each in a process of its own with a limit of time.
 
-``python tests/gpu/run_steps.py`` on a CUDA device; ``--device cpu --tiny`` tries every measurement on a CPU. A step
-that fails, hangs or is killed costs only itself. ``results.json`` holds everything so far after every step, ``log.txt``
-what the steps printed.
+``python tests/gpu/run_steps.py`` on a CUDA device; ``--device cpu --tiny`` tries every measurement on a CPU.
+A step that fails, hangs or is killed costs only itself. ``results.json`` holds everything so far after every
+step, ``log.txt`` what the steps printed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Step:
     is_check: bool = False
 
 
-# What matters most comes first: what does not fit into the budget is left out. Most of the time is compiling: with an
-# H100 and 16 cores the checks take five minutes, and the start of an engine that finds nothing compiled takes one.
+# What matters most comes first: what does not fit into the budget is left out. Most of the time is compiling:
+# with an H100 and 16 cores the checks take five minutes, and the start of an engine that finds nothing
+# compiled takes one.
 STEPS = (
     Step("environment", 40),
     Step("copy_bandwidth", 30),
@@ -66,12 +67,21 @@ def command_of(step: Step, device: str, tiny: bool, out: Path) -> list[str]:
 def run_step(step: Step, command: list[str], out: Path, seconds: float, log: IO[str]) -> dict[str, Any]:
     """Run one step for at most so many seconds; its status, the seconds it took and what it found."""
     print(f"\n==== {step.name}", file=log, flush=True)
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     if step.is_check:  # many at once
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, cwd=HERE.parents[1], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        command,
+        cwd=HERE.parents[1],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
     )
     try:
         code = process.wait(timeout=seconds)
@@ -97,11 +107,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to check the steps")
     parser.add_argument("--only", help="steps to run, separated by commas (default: all)")
     parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="for everything together")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: $OUT or tests/gpu/results)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results (default: $OUT or tests/gpu/results)"
+    )
     arguments = parser.parse_args()
     wanted = [step.name for step in STEPS] if arguments.only is None else arguments.only.split(",")
     if unknown := set(wanted) - {step.name for step in STEPS}:
-        parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}")
+        parser.error(
+            f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}"
+        )
     folder = arguments.out or Path(os.environ.get("OUT") or HERE / "results")
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()

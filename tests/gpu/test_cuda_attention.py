@@ -30,7 +30,9 @@ def fresh_compiler() -> Iterator[None]:
         yield
 
 
-def compiled(head_dim: int, window: int | None = None, *, tile_size: int = 1, dtype: torch.dtype = torch.bfloat16):
+def compiled(
+    head_dim: int, window: int | None = None, *, tile_size: int = 1, dtype: torch.dtype = torch.bfloat16
+):
     options = DevicePolicy(type="cuda").kernel_options(64, head_dim, dtype, tile_size, window is not None)
     bound = partial(paged_flex_attention, scale=head_dim**-0.5, kernel_options=options)
     return torch.compile(bound, fullgraph=True, dynamic=False)
@@ -47,7 +49,13 @@ def test_decode_equals_the_definition(head_dim: int, group: int, dtype: torch.dt
         for requests in {1, bucket - 1, bucket}:
             lengths = [choose.choice([1, 63, 64, 65, choose.randint(2, 700)]) for _ in range(requests)]
             case = make_case(
-                lengths, [1] * requests, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype, device=device
+                lengths,
+                [1] * requests,
+                kv_heads=2,
+                group=group,
+                head_dim=head_dim,
+                dtype=dtype,
+                device=device,
             )
             error = (run_decode(attention, case, bucket).double() - reference(case)).abs().max()
             assert error < TOLERANCE[dtype], f"bucket {bucket}, {requests} requests of {lengths}: {error}"
@@ -74,11 +82,16 @@ def test_tiles_of_several_queries_equal_the_definition(head_dim: int, group: int
 def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
     device, shape = torch.device("cuda"), {"kv_heads": 2, "group": 3, "head_dim": 64, "dtype": torch.bfloat16}
     decode = make_case([300, 65, 20], [1, 1, 1], device=device, **shape)
-    error = (run_decode(compiled(64, window), decode, 3, window).double() - reference(decode, window)).abs().max()
+    error = (
+        (run_decode(compiled(64, window), decode, 3, window).double() - reference(decode, window)).abs().max()
+    )
     assert error < TOLERANCE[torch.bfloat16]
     prefill = make_case([300, 65], [290, 65], device=device, **shape)
     error = (
-        (run_prefill(compiled(64, window, tile_size=128), prefill, 128, window).double() - reference(prefill, window))
+        (
+            run_prefill(compiled(64, window, tile_size=128), prefill, 128, window).double()
+            - reference(prefill, window)
+        )
         .abs()
         .max()
     )
@@ -109,7 +122,13 @@ def test_pages_of_eight_bits_are_read_as_what_they_hold(cache_dtype: torch.dtype
 )
 def test_kernel_options_change_no_result(options: dict[str, int]) -> None:
     case = make_case(
-        [300, 65, 20], [1] * 3, kv_heads=2, group=4, head_dim=128, dtype=torch.bfloat16, device=torch.device("cuda")
+        [300, 65, 20],
+        [1] * 3,
+        kv_heads=2,
+        group=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
     )
     bound = partial(paged_flex_attention, scale=case.scale, kernel_options=options)
     attention = torch.compile(bound, fullgraph=True, dynamic=False)

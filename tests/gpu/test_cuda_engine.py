@@ -1,4 +1,5 @@
-"""The whole engine on a CUDA device: compiled and uncompiled agree, nothing recompiles, tables are mirrored exactly."""
+"""The whole engine on a CUDA device:
+compiled and uncompiled agree, nothing recompiles, tables are mirrored exactly."""
 
 from __future__ import annotations
 
@@ -49,14 +50,20 @@ def make_llm(directory: Path, **arguments: Any) -> Any:
     from minivllm import LLM
 
     torch._dynamo.reset()
-    defaults = {"load_format": "dummy", "device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 200}
+    defaults = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 200,
+    }
     return LLM(str(directory), **{**defaults, **arguments})
 
 
 def random_prompts(count: int) -> list[dict[str, list[int]]]:
     choose = random.Random(0)
     return [
-        {"prompt_token_ids": [choose.randrange(2, 512) for _ in range(choose.randint(1, 150))]} for _ in range(count)
+        {"prompt_token_ids": [choose.randrange(2, 512) for _ in range(choose.randint(1, 150))]}
+        for _ in range(count)
     ]
 
 
@@ -74,7 +81,9 @@ def test_compiled_equals_uncompiled_in_float32(config_directory: Path) -> None:
         expected = greedy(llm, prompts)
     with make_llm(config_directory, dtype="float32") as llm:
         assert greedy(llm, prompts) == expected
-    with make_llm(config_directory, dtype="float32", max_num_batched_tokens=40, num_gpu_blocks_override=9) as llm:
+    with make_llm(
+        config_directory, dtype="float32", max_num_batched_tokens=40, num_gpu_blocks_override=9
+    ) as llm:
         assert greedy(llm, prompts) == expected, "chunked and preempted"
 
 
@@ -149,19 +158,30 @@ def test_async_scheduling_changes_no_token(config_directory: Path) -> None:
                 max_num_batched_tokens=64,
             ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                found.append([(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs])
+                found.append(
+                    [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
+                )
     assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("version", ["eagle", "eagle3"])
 def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: Path, version: str) -> None:
     torch.set_float32_matmul_precision("highest")
-    names = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "draft_vocab_size": 128} if version == "eagle3" else {}
+    names = (
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "draft_vocab_size": 128}
+        if version == "eagle3"
+        else {}
+    )
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, **names}))
     prompts = random_prompts(9)
     with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
         expected = greedy(llm, prompts)
-    speculation = {"method": version, "model": str(tmp_path), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    speculation = {
+        "method": version,
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
     limits = {"max_num_seqs": 9, "max_num_batched_tokens": 200}
     with make_llm(config_directory, dtype="float32", speculative_config=speculation, **limits) as llm:
         assert greedy(llm, prompts) == expected
@@ -182,8 +202,11 @@ def test_speculation_changes_no_token(config_directory: Path, method: dict[str, 
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
-def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(config_directory: Path, kv_cache_dtype: str) -> None:
-    """Both round keys and values; sums in another order may round one of them the other way and turn a near tie."""
+def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(
+    config_directory: Path, kv_cache_dtype: str
+) -> None:
+    """Both round keys and values; sums in another order may round one of them the other way and turn a near
+    tie."""
     if kv_cache_dtype == "fp8_e4m3" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU cannot convert e4m3")
     torch.set_float32_matmul_precision("highest")
@@ -193,9 +216,9 @@ def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(config_directory: P
         expected = [tokens[0] for tokens in greedy(llm, prompts)]
     with make_llm(config_directory, **arguments) as llm:
         got = [tokens[0] for tokens in greedy(llm, prompts)]
-        assert {cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.model.caches} == {
-            2 if kv_cache_dtype == "bfloat16" else 1
-        }
+        assert {
+            cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.model.caches
+        } == {2 if kv_cache_dtype == "bfloat16" else 1}
     assert sum(a == b for a, b in zip(got, expected)) >= 14
 
 
@@ -223,19 +246,31 @@ WITHOUT_WAITING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7, "seed": 1},
     "truncated": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.2},
-    "constraints": {"temperature": 0.0, "logit_bias": {5: 3.0}, "min_tokens": 30, "allowed_token_ids": [5, 6, 7, 8]},
+    "constraints": {
+        "temperature": 0.0,
+        "logit_bias": {5: 3.0},
+        "min_tokens": 30,
+        "allowed_token_ids": [5, 6, 7, 8],
+    },
 }
 
 
-@pytest.mark.parametrize("kinds", [*([name] for name in WITHOUT_WAITING), ["greedy", "truncated"]], ids="-".join)
-def test_the_host_waits_for_nothing_but_tokens_on_their_way_back(config_directory: Path, kinds: list[str]) -> None:
-    """PyTorch raises where a call would wait for the device; events, with which tokens come back, are not asked."""
+@pytest.mark.parametrize(
+    "kinds", [*([name] for name in WITHOUT_WAITING), ["greedy", "truncated"]], ids="-".join
+)
+def test_the_host_waits_for_nothing_but_tokens_on_their_way_back(
+    config_directory: Path, kinds: list[str]
+) -> None:
+    """PyTorch raises where a call would wait for the device;
+    events, with which tokens come back, are not asked."""
     from minivllm import SamplingParams
 
     with make_llm(config_directory, dtype="bfloat16", max_num_seqs=8) as llm:
         engine = llm.llm_engine
         for prompt, kind in zip(random_prompts(6), itertools.cycle(kinds)):
-            engine.add_request(None, prompt, SamplingParams(max_tokens=40, ignore_eos=True, **WITHOUT_WAITING[kind]))
+            engine.add_request(
+                None, prompt, SamplingParams(max_tokens=40, ignore_eos=True, **WITHOUT_WAITING[kind])
+            )
         for _ in range(5):
             engine.step()
         torch.cuda.set_sync_debug_mode("error")
@@ -270,7 +305,9 @@ def test_compiled_draws_are_those_of_a_cpu(rows: int, dtype: torch.dtype) -> Non
         columns = [temperature, torch.full((rows,), 0.01), seeds, positions]
         truncating = [torch.arange(rows) % 3 * 20, torch.rand(rows, generator=generator).clamp(0.1)]
         on_device = [column.to(device) for column in (*columns, *truncating)]
-        free, cut = (function(logits.to(device), *on_device[:count]) for function, count in zip(compiled, (4, 6)))
+        free, cut = (
+            function(logits.to(device), *on_device[:count]) for function, count in zip(compiled, (4, 6))
+        )
         expected = draw_truncated(sortable(logits), *columns, *truncating, dtype=dtype)
         same += [free.cpu() == draw(logits, *columns), cut.cpu() == expected]
     assert torch.cat(same).float().mean() > 0.97

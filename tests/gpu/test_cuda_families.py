@@ -1,4 +1,5 @@
-"""Small random models of many families on a CUDA device, compiled and with graphs, against transformers in float32."""
+"""Small random models of many families on a CUDA device, compiled and with graphs,
+against transformers in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ DEVICE = os.environ.get("MINIVLLM_TEST_DEVICE", "cuda")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here"
+    ),
 ]
 pytest.importorskip("msgspec", reason="the engine needs msgspec, which is not installed")
 
@@ -32,7 +35,12 @@ SETTINGS = {
     "granite-hybrid": ("granite-hybrid", {"mamba_n_groups": 1}),
 }
 PROMPTS = random_prompts((1, 5, 64, 65, 100))
-LIMITS = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64}
+LIMITS = {
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 64,
+}
 
 
 def generated(directory: Path, **arguments: object) -> list[list[int]]:
@@ -58,7 +66,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_stay_close_to_transformers(tmp_path: Path, family: str) -> None:
-    """Log-probabilities of a text. Rounding sends some tokens to other experts, so that only most can be compared."""
+    """Log-probabilities of a text. Rounding sends some tokens to other experts,
+    so that only most can be compared."""
     from minivllm import LLM, SamplingParams
 
     torch._dynamo.reset()
@@ -86,7 +95,9 @@ def test_requests_with_adapters_are_served_beside_others(tmp_path: Path) -> None
     chosen = [adapters[index % len(adapters)] for index in range(len(PROMPTS))]
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     settings = SamplingParams(temperature=0.0, max_tokens=16)
-    with LLM(str(directory), device=DEVICE, dtype="float32", enforce_eager=DEVICE == "cpu", **(LIMITS | lora)) as llm:
+    with LLM(
+        str(directory), device=DEVICE, dtype="float32", enforce_eager=DEVICE == "cpu", **(LIMITS | lora)
+    ) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, settings, lora_request=chosen, use_tqdm=False)
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0

@@ -19,7 +19,15 @@ REASON = cannot_compile_reason(torch.device("cpu"))
 
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(Path(run_steps.__file__)), "--device", "cpu", "--tiny", "--out", str(folder)]
+    command = [
+        sys.executable,
+        str(Path(run_steps.__file__)),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(folder),
+    ]
     result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert result.returncode == int(any(step["status"] != "ok" for step in found.values())), result.stderr
@@ -70,7 +78,10 @@ def test_every_step_writes_its_figures(tmp_path: Path) -> None:
     assert figures["llama_8b"]["decode_batch_4"]["tokens_per_second"] > 0
     assert figures["llama_8b"]["prefill"]["share_of_matmul_peak"] > 0
     assert figures["nano_256"]["output_tokens"] > 0
-    assert figures["kv_dtypes"]["bfloat16"]["kv_cache_blocks"] == 2 * figures["kv_dtypes"]["float32"]["kv_cache_blocks"]
+    assert (
+        figures["kv_dtypes"]["bfloat16"]["kv_cache_blocks"]
+        == 2 * figures["kv_dtypes"]["float32"]["kv_cache_blocks"]
+    )
     assert figures["speculation"]["tokens_in_common"] == 1.0
     assert figures["speculation"]["ngram"]["steps"] <= figures["speculation"]["none"]["steps"]
 

@@ -1,4 +1,5 @@
-"""Generates and compiles the GPU code of all shapes. Exit status 1: something is at fault, or the table is an old one.
+"""Generates and compiles the GPU code of all shapes.
+Exit status 1: something is at fault, or the table is an old one.
 
     python -m tests.gpu_code [--write] [--only REGEX] [--jobs N] [--seconds N] [--keep FOLDER] [--is-current]
 
@@ -41,15 +42,19 @@ def compile_here(chosen: list[str], keep: Path | None) -> None:
                 print(json.dumps(recorder.reports.pop(0).to_json()), flush=True)
 
 
-def compile_all(chosen: list[str], jobs: int, keep: Path | None, seconds: float) -> tuple[list[RegionReport], bool]:
-    """Compile these parts in as many processes at once, within so many seconds. Returns the regions in the order of
-    the parts, and whether those are all. Raises RuntimeError if a process ends early."""
+def compile_all(
+    chosen: list[str], jobs: int, keep: Path | None, seconds: float
+) -> tuple[list[RegionReport], bool]:
+    """Compile these parts in as many processes at once, within so many seconds. Returns the regions in the
+    order of the parts, and whether those are all. Raises RuntimeError if a process ends early."""
     command = [sys.executable, "-m", "tests.gpu_code", *(["--keep", str(keep)] if keep else []), "--here"]
     deadline = time.monotonic() + seconds
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(min(jobs, len(chosen)))]
         children = [
-            stack.enter_context(subprocess.Popen([*command, *chosen[job::jobs]], stdout=output, cwd=sources.ROOT))
+            stack.enter_context(
+                subprocess.Popen([*command, *chosen[job::jobs]], stdout=output, cwd=sources.ROOT)
+            )
             for job, output in enumerate(outputs)
         ]
         is_complete = True
@@ -62,7 +67,9 @@ def compile_all(chosen: list[str], jobs: int, keep: Path | None, seconds: float)
             if child.poll() is None:
                 child.kill()
             elif child.returncode:
-                raise RuntimeError(f"A process that compiles has ended with status {child.returncode}: see above.")
+                raise RuntimeError(
+                    f"A process that compiles has ended with status {child.returncode}: see above."
+                )
         reports = []
         for output in outputs:
             output.seek(0)
@@ -72,17 +79,25 @@ def compile_all(chosen: list[str], jobs: int, keep: Path | None, seconds: float)
 
 
 def versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in ("torch", "triton"))
+    return ", ".join(
+        f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in ("torch", "triton")
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the table")
-    parser.add_argument("--only", default="", metavar="REGEX", help="parts to compile; other ones stay as they are")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="parts to compile; other ones stay as they are"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="after which what is not compiled is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="after which what is not compiled is left out"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the Python that Inductor writes")
-    parser.add_argument("--is-current", action="store_true", help="only tell whether sources have changed: status 1")
+    parser.add_argument(
+        "--is-current", action="store_true", help="only tell whether sources have changed: status 1"
+    )
     parser.add_argument("--here", nargs="+", metavar="PART", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.is_current:
@@ -99,7 +114,9 @@ def main() -> int:
     found = [fault for report in reports for fault in faults(report)]
     print(*found, sep="\n", end="\n" if found else "")
     kernels = sum(len(report.launches) for report in reports)
-    print(f"{len(reports)} regions, {kernels} kernels, {len(found)} faults: {time.monotonic() - started:.0f} s.")
+    print(
+        f"{len(reports)} regions, {kernels} kernels, {len(found)} faults: {time.monotonic() - started:.0f} s."
+    )
     if not is_complete:
         print(f"Cut off: {len({report.shape for report in reports})} of {len(chosen)} parts were begun.")
     elif given.write:
@@ -124,7 +141,8 @@ def write(compiled: dict[str, str]) -> None:
 
 
 def compare(compiled: dict[str, str]) -> list[str]:
-    """Print how these parts differ from those of the table. Of other versions there is none to compare with."""
+    """Print how these parts differ from those of the table.
+    Of other versions there is none to compare with."""
     kept = kept_parts()
     if not kept:
         print(f"No table is kept for {versions()}.")
@@ -132,7 +150,9 @@ def compare(compiled: dict[str, str]) -> list[str]:
     own = {part: text for part, text in kept.items() if part in compiled}
     changed = differences(join(own, versions()), join(compiled, versions()))
     if changed:
-        print(*changed, "", "The table has changed: python -m tests.gpu_code --write, and commit it.", sep="\n")
+        print(
+            *changed, "", "The table has changed: python -m tests.gpu_code --write, and commit it.", sep="\n"
+        )
     return changed
 
 

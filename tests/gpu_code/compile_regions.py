@@ -53,7 +53,8 @@ DTYPE, DEVICE = torch.bfloat16, torch.device("cuda", 0)
 
 
 class Recorder(logging.Handler):
-    """Notes what is compiled, region by region. keep: folder for the Python that Inductor writes, None for none."""
+    """Notes what is compiled, region by region.
+    keep: folder for the Python that Inductor writes, None for none."""
 
     def __init__(self, keep: Path | None = None) -> None:
         super().__init__(logging.WARNING)
@@ -75,7 +76,9 @@ class Recorder(logging.Handler):
     @contextmanager
     def region(self, shape: str, name: str) -> Iterator[None]:
         """What is compiled within belongs to this region; an error is noted in its report."""
-        number = 1 + sum(report.shape == shape and report.region.partition(" (")[0] == name for report in self.reports)
+        number = 1 + sum(
+            report.shape == shape and report.region.partition(" (")[0] == name for report in self.reports
+        )
         report = self._current = RegionReport(shape, name if number == 1 else f"{name} ({number})")
         self.reports.append(report)
         try:
@@ -118,8 +121,9 @@ def _reason(error: BaseException) -> str:
 
 
 class CompilingAtOnce(RegionCompiler):
-    """Compiles a region when it is handed out, with the examples that it declares: these are the sizes of the warm-up,
-    by which an engine's regions are compiled. In its place it gives the function, to be called with fake tensors."""
+    """Compiles a region when it is handed out, with the examples that it declares: these are the sizes of the
+    warm-up, by which an engine's regions are compiled. In its place it gives the function, to be called with
+    fake tensors."""
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode, shape: str, verify_size: int = 0) -> None:
         rows = rounded_capacity((verify_size or 1) * max(*ROWS, 64) + 2)  # as ``Worker`` does
@@ -146,8 +150,9 @@ class CompilingAtOnce(RegionCompiler):
             self._compiled(region)(*args)
 
     def _compile_graph(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        # Dynamo hands over the tensors it was called with. Those are fake here, without symbolic sizes, so Inductor
-        # gets what Dynamo traced with, and the mode of that. On a GPU AOTAutograd makes them by the same rules.
+        # Dynamo hands over the tensors it was called with. Those are fake here, without symbolic sizes, so
+        # Inductor gets what Dynamo traced with, and the mode of that. On a GPU AOTAutograd makes them by the
+        # same rules.
         traced = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         (mode,) = {value.fake_mode for value in traced if isinstance(value, torch._subclasses.FakeTensor)}
         TracingContext.get().fake_mode = mode
@@ -159,7 +164,9 @@ class CompilingAtOnce(RegionCompiler):
 class DeclaredModel(PagedModel):
     """A model whose regions and attention are declared as an engine does, without caches and buffers."""
 
-    def __init__(self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy, make_attention: Any) -> None:
+    def __init__(
+        self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy, make_attention: Any
+    ) -> None:
         self.model, self._limits, self._policy, self._make_attention = model, limits, policy, make_attention
         rows, length = limits.max_num_seqs, limits.max_model_len
         self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]

@@ -1,8 +1,8 @@
 """A GPU that is not there: what PyTorch, Inductor and Triton ask of a device is answered without one.
 
-Four seams: ``torch.cuda`` says what the card is; FakeTensorMode makes tensors on it; Inductor computes constants on a
-CPU and compiles in this process; Triton's driver knows the target, and launches nothing. ``pretend_gpu`` comes before
-anything is compiled, once per process, which is of no other use afterwards.
+Four seams: ``torch.cuda`` says what the card is; FakeTensorMode makes tensors on it; Inductor computes
+constants on a CPU and compiles in this process; Triton's driver knows the target, and launches nothing.
+``pretend_gpu`` comes before anything is compiled, once per process, which is of no other use afterwards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def pretend_gpu(card: Card) -> None:
 
 
 def _answer_for_cuda(card: Card) -> None:
-    """Before torch._dynamo is imported, whose ``CudaInterface`` keeps some of these functions. A few it has anyway."""
+    """Before torch._dynamo is imported, whose ``CudaInterface`` keeps some of these functions.
+    A few it has anyway."""
     if torch.version.cuda is None:
         torch.version.cuda = "13.0"  # heuristics ask with which toolkit PyTorch was built
     state = torch.zeros(16, dtype=torch.uint8)
@@ -89,13 +90,18 @@ def _answer_for_cuda(card: Card) -> None:
 
     for name, answer in answers.items():
         public = name.removeprefix("_")
-        if hasattr(CudaInterface, public) and public not in ("is_available", "get_rng_state", "set_rng_state"):
+        if hasattr(CudaInterface, public) and public not in (
+            "is_available",
+            "get_rng_state",
+            "set_rng_state",
+        ):
             setattr(CudaInterface, public, staticmethod(answer))
     CudaInterface.get_raw_stream = staticmethod(raw_stream)
 
 
 def _make_fake_tensors_without_a_device() -> None:
-    """By the way that FakeTensorMode has for machines without CUDA, which it takes only where CUDA is not available."""
+    """By the way that FakeTensorMode has for machines without CUDA,
+    which it takes only where CUDA is not available."""
     from torch._subclasses import fake_tensor
 
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
@@ -142,8 +148,8 @@ def _fold_constants_on_a_cpu() -> None:
 
 
 def _compile_in_this_process() -> None:
-    """Workers would not know the pretence. What comes from a cache would be loaded by the real driver, and the static
-    launcher is C++ that wants a device."""
+    """Workers would not know the pretence. What comes from a cache would be loaded by the real driver, and
+    the static launcher is C++ that wants a device."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 
@@ -153,8 +159,8 @@ def _compile_in_this_process() -> None:
 
 
 def _answer_for_triton(card: Card) -> None:
-    """Triton "loads" a kernel by reading what ptxas made of it, so that decisions by numbers of registers, Inductor's
-    and Triton's, are those of the card."""
+    """Triton "loads" a kernel by reading what ptxas made of it, so that decisions by numbers of registers,
+    Inductor's and Triton's, are those of the card."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -172,7 +178,8 @@ def _answer_for_triton(card: Card) -> None:
             }
 
         def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, ...]:
-            """(module, function, registers of a thread, 4-byte words of its stack, most threads of a block)."""
+            """(module, function, registers of a thread, 4-byte words of its stack,
+            most threads of a block)."""
             used = resources(cubin)
             return 1, 1, used["REG"], used["STACK"] // 4, card.max_threads_per_block
 
@@ -184,7 +191,10 @@ def _answer_for_triton(card: Card) -> None:
             self.launcher_cls = lambda source, metadata: lambda *args, **kwargs: None
             self.get_device_capability = torch.cuda.get_device_capability
             self.get_current_stream = torch._C._cuda_getCurrentRawStream
-            self.get_current_device, self.set_current_device = torch.cuda.current_device, torch.cuda.set_device
+            self.get_current_device, self.set_current_device = (
+                torch.cuda.current_device,
+                torch.cuda.set_device,
+            )
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", 10 * card.major + card.minor, card.warp_size)

@@ -21,15 +21,16 @@ LIBRARY_CALLS = {
     "extern_kernels._grouped_mm",  # of experts: CUTLASS
     "torch.ops.aten.topk.default",  # the experts of a token: Inductor knows no way of its own
 }
-"""What regions leave to libraries on purpose. Any other operator that Inductor generates no code for is a fault."""
+"""What regions leave to libraries on purpose.
+Any other operator that Inductor generates no code for is a fault."""
 
 
 @dataclass(frozen=True)
 class Configuration:
     """One kernel as Triton compiled it with one size of its blocks; the GPU chooses between several by time.
 
-    kernel: its name. registers: of a thread. stack: bytes of a thread, for registers that are spilled. shared: bytes of
-    a block.
+    kernel: its name. registers: of a thread.
+    stack: bytes of a thread, for registers that are spilled. shared: bytes of a block.
     """
 
     kernel: str
@@ -41,9 +42,9 @@ class Configuration:
 
 @dataclass
 class RegionReport:
-    """What a region became. shape: the model or vocabulary that it was compiled for. error: why it did not compile.
-    launches: kernel -> how often a call of the region launches it. library: operators left to libraries, and how often.
-    warnings: while it was compiled, which a start would show."""
+    """What a region became. shape: the model or vocabulary that it was compiled for. error: why it did not
+    compile. launches: kernel -> how often a call of the region launches it. library: operators left to
+    libraries, and how often. warnings: while it was compiled, which a start would show."""
 
     shape: str
     region: str
@@ -70,14 +71,16 @@ def read_wrapper(code: str) -> tuple[dict[str, int], dict[str, int]]:
     """(launches, library calls) of the Python that Inductor writes around the kernels of a graph."""
     launches = Counter(re.findall(r"^\s+(\w+)\.run\(", code, re.MULTILINE))
     library = Counter(
-        re.findall(r"^\s+(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)\(", code, re.MULTILINE)
+        re.findall(
+            r"^\s+(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)\(", code, re.MULTILINE
+        )
     )
     return dict(launches), dict(library)
 
 
 def faults(report: RegionReport) -> list[str]:
-    """Sentences about what must not be. One configuration may spill where another one does not: Inductor takes none
-    that spills more than 16 registers, unless all do."""
+    """Sentences about what must not be. One configuration may spill where another one does not: Inductor
+    takes none that spills more than 16 registers, unless all do."""
     if report.error:
         return [f"{report.name} does not compile: {report.error}"]
     found = []
@@ -86,7 +89,9 @@ def faults(report: RegionReport) -> list[str]:
         if not spilled:
             found.append(f"{report.name}: {kernel} is launched, but no compilation was seen.")
         elif min(spilled):
-            found.append(f"{report.name}: {kernel} spills {min(spilled)} bytes a thread in every configuration.")
+            found.append(
+                f"{report.name}: {kernel} spills {min(spilled)} bytes a thread in every configuration."
+            )
     found += [
         f"{report.name}: {operator} is left to PyTorch, which launches it by itself."
         for operator in report.library
@@ -101,14 +106,18 @@ def tables(reports: Iterable[RegionReport]) -> dict[str, str]:
     for report in reports:
         own = lines.setdefault(report.shape, [])
         own.append(f"{report.region}: {_counts(report)}")
-        own += [f"    {_kernel_line(name, count, report.configurations)}" for name, count in report.launches.items()]
+        own += [
+            f"    {_kernel_line(name, count, report.configurations)}"
+            for name, count in report.launches.items()
+        ]
     return {shape: "\n".join(own) for shape, own in lines.items()}
 
 
 def join(parts: Mapping[str, str], versions: str) -> str:
     """The whole table."""
     head = (
-        "# Written by python -m tests.gpu_code --write: kernels of each region, for an H200. Ranges are over the\n"
+        "# Written by python -m tests.gpu_code --write: kernels of each region, for an H200. Ranges are over "
+        "the\n"
         f"# configurations that the GPU chooses between.\n# {versions}\n"
     )
     return head + "".join(f"\n## {shape}\n{part}\n" for shape, part in parts.items())
@@ -150,11 +159,14 @@ def _number(count: int, noun: str) -> str:
 
 
 def _short(kernel: str) -> str:
-    """Without its number, which changes where a kernel before it comes or goes; and not the whole list of operators."""
+    """Without its number, which changes where a kernel before it comes or goes;
+    and not the whole list of operators."""
     name = kernel.rpartition("_")[0]
     return name if len(name) < NAME_LENGTH else f"{name[: NAME_LENGTH - 2]}.."
 
 
 def differences(old: str, new: str) -> list[str]:
     """Lines of the table that are other ones now, with two lines around them."""
-    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), "kernels.txt", "compiled now", "", "", 2, ""))
+    return list(
+        difflib.unified_diff(old.splitlines(), new.splitlines(), "kernels.txt", "compiled now", "", "", 2, "")
+    )

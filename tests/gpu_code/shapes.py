@@ -1,7 +1,7 @@
 """The models, vocabularies and batches that GPU code is compiled for.
 
-Entries are those of the models' config.json, as far as they decide kernels, with a few layers of each kind: layers that
-are alike share their regions.
+Entries are those of the models' config.json, as far as they decide kernels, with a few layers of each kind:
+layers that are alike share their regions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ROWS = (1, 8, 64, 256)
-"""Numbers of requests that decode at once. Regions have code for one row and for several; attention for each number."""
+"""Numbers of requests that decode at once.
+Regions have code for one row and for several; attention for each number."""
 
 VOCABULARIES = (32_000, 49_152, 102_400, 128_256, 151_936, 201_088, 262_144)
 """Entries: Llama 2 and Mistral, SmolLM2, DeepSeek-V2, Llama 3, Qwen3, gpt-oss, Gemma 3."""
@@ -21,8 +22,8 @@ MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 8192, 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. quantization: what its weights are rounded to, None for nothing. verify_size: most tokens of a row whose
-    drafts are verified, 0 for no drafts."""
+    """A model. quantization: what its weights are rounded to, None for nothing. verify_size: most tokens of a
+    row whose drafts are verified, 0 for no drafts."""
 
     config: dict[str, Any]
     quantization: str | None = None

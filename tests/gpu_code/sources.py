@@ -1,7 +1,7 @@
 """Whether sources have changed that GPU code depends on. Needs no PyTorch.
 
-The digest is of what Python runs: comments, docstrings and layout do not count. So a change that cannot change a kernel
-seldom costs the minutes that compiling takes.
+The digest is of what Python runs: comments, docstrings and layout do not count. So a change that cannot
+change a kernel seldom costs the minutes that compiling takes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ PARTS = (
 
 def source_files() -> list[Path]:
     found = [
-        path for part in PARTS for path in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))
+        path
+        for part in PARTS
+        for path in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))
     ]
     return sorted(
         [path for path in found if not path.name.startswith("test_")] + [ROOT / "tests/gpu_code/versions.txt"]

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_code.report import Configuration, RegionReport, differences, faults, join, read_wrapper, split, tables
+from tests.gpu_code.report import (
+    Configuration,
+    RegionReport,
+    differences,
+    faults,
+    join,
+    read_wrapper,
+    split,
+    tables,
+)
 from tests.gpu_code.shapes import parts
 from tests.gpu_code.sources import ROOT, digest, essence, source_files
 
@@ -58,7 +67,10 @@ def test_a_configuration_may_spill_that_the_gpu_does_not_have_to_take() -> None:
     ("changes", "told"),
     [
         ({"error": "ValueError: out of range"}, "does not compile: ValueError: out of range"),
-        ({"configurations": [small(stack=40), small(stack=16)]}, "triton_poi_fused_add_1 spills 16 bytes a thread"),
+        (
+            {"configurations": [small(stack=40), small(stack=16)]},
+            "triton_poi_fused_add_1 spills 16 bytes a thread",
+        ),
         ({"library": {"torch.ops.aten.sort.stable": 1}}, "torch.ops.aten.sort.stable is left to PyTorch"),
         ({"configurations": []}, "triton_poi_fused_add_1 is launched, but no compilation was seen"),
         ({"warnings": ["PyTorch cannot be changed"]}, "warns: PyTorch cannot be changed"),
@@ -77,20 +89,28 @@ def test_the_table_has_a_line_for_each_region_and_each_kernel() -> None:
     table = join(tables([first, second]), "torch 2.11.0, triton 3.6.0")
     assert "torch 2.11.0, triton 3.6.0" in table and table.count("## Llama 3 8B\n") == 1
     assert "\nbetween: 3 launches, 1 extern_kernels.mm\n" in table and "\nlast: does not compile\n" in table
-    assert "    triton_poi_fused_add: 1 launch, 2 configurations, warps 4, registers 24-30, shared 0\n" in table
+    assert (
+        "    triton_poi_fused_add: 1 launch, 2 configurations, warps 4, registers 24-30, shared 0\n" in table
+    )
     [cut] = [line for line in table.splitlines() if "add_add" in line]
     assert "_add_add..: 2 launches, 1 configuration, warps 4, registers 24, shared 0, stack 8" in cut
 
 
 def test_a_table_is_compared_line_by_line() -> None:
-    old, new = (join(tables([report(configurations=[small(registers=count)])]), "torch") for count in (24, 40))
+    old, new = (
+        join(tables([report(configurations=[small(registers=count)])]), "torch") for count in (24, 40)
+    )
     assert differences(old, old) == []
-    changed = [line for line in differences(old, new) if line[0] in "+-" and not line.startswith(("---", "+++"))]
+    changed = [
+        line for line in differences(old, new) if line[0] in "+-" and not line.startswith(("---", "+++"))
+    ]
     assert [line[0] for line in changed] == ["-", "+"] and "registers 40" in changed[1]
 
 
 def test_a_table_can_be_taken_apart_and_put_together_again() -> None:
-    parts_of_table = tables([report(), RegionReport("Qwen3 8B", "draw", launches={"triton_poi_fused_add_1": 1})])
+    parts_of_table = tables(
+        [report(), RegionReport("Qwen3 8B", "draw", launches={"triton_poi_fused_add_1": 1})]
+    )
     assert split(join(parts_of_table, "torch 2.11.0")) == (parts_of_table, "torch 2.11.0")
     assert split("") == ({}, "")
 
@@ -108,7 +128,11 @@ def test_comments_and_docstrings_change_no_digest(tmp_path: Path) -> None:
 
 def test_the_digest_covers_kernels_models_and_versions() -> None:
     names = {path.relative_to(ROOT).as_posix() for path in source_files()}
-    assert {"kernels_triton_free/sampling/noise.py", "tests/gpu_code/versions.txt", "tests/gpu_code/shapes.py"} <= names
+    assert {
+        "kernels_triton_free/sampling/noise.py",
+        "tests/gpu_code/versions.txt",
+        "tests/gpu_code/shapes.py",
+    } <= names
     assert not any("/test_" in name for name in names)
     assert digest(source_files()) == digest(source_files())
 

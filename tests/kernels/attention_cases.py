@@ -1,4 +1,5 @@
-"""Random query tiles over a poisoned paged cache, and the attention they should give, query by query in float64."""
+"""Random query tiles over a poisoned paged cache, and the attention they should give,
+query by query in float64."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class TileShape:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Arguments of paged_flex_attention, and what it should return on the rows that ``is_query`` marks. sinks: none or
-    one tensor."""
+    """Arguments of paged_flex_attention,
+    and what it should return on the rows that ``is_query`` marks. sinks: none or one tensor."""
 
     q: Tensor
     k_cache: Tensor
@@ -57,9 +58,15 @@ class AttentionCase:
 
 
 def attend_float64(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [G, D] over keys, values [n, D]: softmax(q k^T * scale) v, with capped scores and sinks [G] if there are."""
+    """q [G, D] over keys, values [n, D]:
+    softmax(q k^T * scale) v, with capped scores and sinks [G] if there are."""
     scores = q.double() @ keys.double().T * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
@@ -73,7 +80,8 @@ def attend_float64(
 def random_case(
     seed: int, shape: TileShape, dtype: torch.dtype = torch.float32, *, full_lists: bool = True
 ) -> AttentionCase:
-    """The last tile is padding. Pages that no request owns hold NaN, the unused end of a last page holds garbage."""
+    """The last tile is padding. Pages that no request owns hold NaN,
+    the unused end of a last page holds garbage."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     page = shape.page_size
@@ -130,7 +138,9 @@ def random_case(
         last = int(q_position[tile].max())
         for position in range(last + 1):
             where = cache[:, table[position // page], position % page]
-            cache[:, table[position // page], position % page] = torch.where(where.abs() > 5, where / 100, where)
+            cache[:, table[position // page], position % page] = torch.where(
+                where.abs() > 5, where / 100, where
+            )
     assert len(free) > 1, "the poisoned page must stay free"
     k_cache, v_cache = cache.to(dtype)
     expected = torch.zeros(q.shape, dtype=torch.float64)

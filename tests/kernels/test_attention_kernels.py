@@ -26,7 +26,8 @@ from tests.kernels.attention_cases import AttentionCase, TileShape, assert_atten
 
 CPU_OPTIONS = {"PARTITION_SIZE": 1}
 needs_compiler = pytest.mark.skipif(
-    cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler for torch.compile here"
+    cannot_compile_reason(torch.device("cpu")) is not None,
+    reason="there is no C++ compiler for torch.compile here",
 )
 EVERY_GROUP = pytest.mark.parametrize("group", [1, 3, 4, 7])
 EVERY_WINDOW = pytest.mark.parametrize("window", [None, 1, 5, 20])
@@ -43,12 +44,15 @@ def check_paged(shape: TileShape, seeds: range, full_lists: bool = True) -> None
     attend = compile_attention(paged_flex_attention, shape)
     for seed in seeds:
         case = random_case(seed, shape, full_lists=full_lists)
-        out = attend(case.q, case.k_cache, case.v_cache, case.lists, case.bounds, case.kv_position, *case.sinks)
+        out = attend(
+            case.q, case.k_cache, case.v_cache, case.lists, case.bounds, case.kv_position, *case.sinks
+        )
         assert_attends(out, case, 1e-5)
 
 
 def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int) -> tuple:
-    """Renumber the listed pages as places of step_pages; a few pages that are not read fill it up to a fixed number."""
+    """Renumber the listed pages as places of step_pages;
+    a few pages that are not read fill it up to a fixed number."""
     listed = [case.lists.partial_blocks, case.lists.full_blocks]
     counts = [case.lists.partial_count, case.lists.full_count]
     used: set[int] = {0} if case.sinks else set()
@@ -108,7 +112,9 @@ def test_heads_that_fill_no_vector_registers_equal_float64() -> None:
 @pytest.mark.parametrize("full_lists", [True, False])
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_all_that_a_spec_adds_together_equals_float64(group: int, full_lists: bool, tile_size: int) -> None:
-    shape = TileShape(group=group, tile_size=tile_size, max_length=40, num_pages=50, head_dim=24, **ALL_FEATURES)
+    shape = TileShape(
+        group=group, tile_size=tile_size, max_length=40, num_pages=50, head_dim=24, **ALL_FEATURES
+    )
     check_paged(shape, range(10), full_lists)
 
 
@@ -122,7 +128,8 @@ def test_gathered_tiles_with_all_that_a_spec_adds_equal_float64(dtype: torch.dty
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_leaving_out_what_a_spec_adds_would_be_noticed(feature: str) -> None:
-    """The float64 results of the same random cases, with and without it, differ by far more than any tolerance."""
+    """The float64 results of the same random cases, with and without it,
+    differ by far more than any tolerance."""
     shape = TileShape(group=3, tile_size=4, max_length=40, num_pages=50)
     differences = []
     for seed in range(8):
@@ -144,7 +151,9 @@ def test_gathered_bfloat16_tiles_equal_float64_to_bfloat16() -> None:
 @EVERY_GROUP
 @pytest.mark.parametrize("tile_size", [1, 4])
 def test_paged_tiles_equal_float64(group: int, window: int | None, tile_size: int) -> None:
-    check_paged(TileShape(group=group, tile_size=tile_size, window=window, max_length=40, num_pages=50), range(20))
+    check_paged(
+        TileShape(group=group, tile_size=tile_size, window=window, max_length=40, num_pages=50), range(20)
+    )
 
 
 @pytest.mark.matrix
@@ -175,7 +184,11 @@ def test_the_sdpa_reference_equals_float64(group: int, window: int | None) -> No
         for tile in range(shape.tiles - 1):
             positions = [p for p in case.bounds.high[tile].tolist() if p >= 0]
             length = positions[-1] + 1
-            q = case.q[tile].view(shape.kv_heads, shape.tile_size, group, -1).transpose(0, 1)[: len(positions)]
+            q = (
+                case.q[tile]
+                .view(shape.kv_heads, shape.tile_size, group, -1)
+                .transpose(0, 1)[: len(positions)]
+            )
             expected = case.expected[tile].view(shape.kv_heads, shape.tile_size, group, -1).transpose(0, 1)
             table = table_of(case, shape, tile, length)
             own = Bounds(*(None if x is None else x[tile, : len(positions)] for x in case.bounds))

@@ -2,9 +2,9 @@
 
     python -m pytest -n 0 --benchmark-only tests/kernels/test_bench_experts.py
 
-A single token has to read the weights of its experts, as fast as a stream of weights is read: 70 % of that are wanted.
-A prompt of 512 tokens has to multiply, as fast as one dense product of as many operations: 60 % are wanted. Both
-shares are printed. Whole models of experts are measured with ``tests/random_model.py``.
+A single token has to read the weights of its experts, as fast as a stream of weights is read: 70 % of that
+are wanted. A prompt of 512 tokens has to multiply, as fast as one dense product of as many operations: 60 %
+are wanted. Both shares are printed. Whole models of experts are measured with ``tests/random_model.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ FORMATS = pytest.mark.parametrize(
     [
         "bfloat16",
         "int8",
-        pytest.param("int4", marks=pytest.mark.skipif(not can_multiply_int4(), reason="no 4-bit operator here")),
+        pytest.param(
+            "int4", marks=pytest.mark.skipif(not can_multiply_int4(), reason="no 4-bit operator here")
+        ),
     ],
 )
 
@@ -72,13 +74,14 @@ def random_experts(kind: str) -> Experts:
 
 @pytest.fixture(scope="module")
 def bounds() -> dict[str, float]:
-    """What the first two benchmarks measured: gigabytes_per_second of the stream, gigaflops of the dense product."""
+    """What the first two benchmarks measured:
+    gigabytes_per_second of the stream, gigaflops of the dense product."""
     return {}
 
 
 def measure_and_check(benchmark: Any, work: Callable[[], Tensor], **amounts: float) -> dict[str, float]:
-    """Amounts of work in a call, by the name of what they are per second -> so much a second; nothing is timed without
-    --benchmark-only."""
+    """Amounts of work in a call, by the name of what they are per second -> so much a second;
+    nothing is timed without --benchmark-only."""
     with torch.inference_mode():
         out: Tensor = benchmark(work)
     assert out.float().isfinite().all()
@@ -89,7 +92,9 @@ def measure_and_check(benchmark: Any, work: Callable[[], Tensor], **amounts: flo
     return speeds
 
 
-def show(capsys: pytest.CaptureFixture[str], what: str, speeds: dict[str, float], bounds: dict[str, float]) -> None:
+def show(
+    capsys: pytest.CaptureFixture[str], what: str, speeds: dict[str, float], bounds: dict[str, float]
+) -> None:
     """One line for each speed, with its share of the bound, where that was measured before."""
     with capsys.disabled():
         for name, speed in speeds.items():
@@ -127,7 +132,9 @@ def test_bench_experts_of_a_single_token(
     routes = cycle([route(randn(1, EXPERTS).roll(turn), Routing(top_k=TOP_K)) for turn in range(TURNS)])
     x = randn(1, HIDDEN)
     active = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * TOP_K / EXPERTS
-    speeds = measure_and_check(benchmark, lambda: method.apply(x, *next(routes), tensors), gigabytes_per_second=active)
+    speeds = measure_and_check(
+        benchmark, lambda: method.apply(x, *next(routes), tensors), gigabytes_per_second=active
+    )
     show(capsys, f"experts of one token, {kind}", speeds, bounds)
 
 
@@ -138,5 +145,7 @@ def test_bench_experts_of_a_prompt_chunk(
     experts = random_experts(kind)
     method, tensors, x = experts.method, experts.tensors, randn(512, HIDDEN)
     ids, weights = route(randn(512, EXPERTS), Routing(top_k=TOP_K))
-    speeds = measure_and_check(benchmark, lambda: method.apply(x, ids, weights, tensors), gigaflops=PROMPT_OPERATIONS)
+    speeds = measure_and_check(
+        benchmark, lambda: method.apply(x, ids, weights, tensors), gigaflops=PROMPT_OPERATIONS
+    )
     show(capsys, f"experts of 512 tokens, {kind}", speeds, bounds)

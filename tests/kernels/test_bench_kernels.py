@@ -1,7 +1,7 @@
 """Time of every kernel at the sizes of a 135M-parameter model (run with --benchmark-only).
 
-16 requests decode with 300 to 500 tokens of context each, or one prompt of 512 tokens is computed. What the engine
-compiles is compiled here; elementwise kernels run uncompiled as well, to compare with.
+16 requests decode with 300 to 500 tokens of context each, or one prompt of 512 tokens is computed. What the
+engine compiles is compiled here; elementwise kernels run uncompiled as well, to compare with.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def measure_and_check(benchmark: Callable, function: Callable, *arguments: object) -> None:
-    """Time the function; what it computes (in place, if it returns nothing) must be finite: NaN is fast to make."""
+    """Time the function; what it computes (in place, if it returns nothing) must be finite:
+    NaN is fast to make."""
     with torch.inference_mode():
         result = function(*arguments)
         benchmark(function, *arguments)
-    written = [value for value in tree_leaves(arguments if result is None else result) if isinstance(value, Tensor)]
+    written = [
+        value for value in tree_leaves(arguments if result is None else result) if isinstance(value, Tensor)
+    ]
     assert written, "the kernel neither returned nor was given a tensor"
     assert all(bool(value.isfinite().all()) for value in written if not value.is_mkldnn)
 
@@ -103,20 +106,26 @@ def test_bench_write_kv(benchmark: Callable, built: Callable, tokens: int) -> No
 
 
 def test_bench_gather_blocks(benchmark: Callable) -> None:
-    measure_and_check(benchmark, gather_blocks, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9))
+    measure_and_check(
+        benchmark, gather_blocks, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9)
+    )
 
 
 @TOKENS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bench_linear(benchmark: Callable, tokens: int, dtype: torch.dtype) -> None:
-    measure_and_check(benchmark, linear, random(tokens, HIDDEN, dtype=dtype), random(2 * INNER, HIDDEN, dtype=dtype))
+    measure_and_check(
+        benchmark, linear, random(tokens, HIDDEN, dtype=dtype), random(2 * INNER, HIDDEN, dtype=dtype)
+    )
 
 
 @TOKENS
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
 def test_bench_packed_linear(benchmark: Callable, tokens: int) -> None:
     weight = pack_weight(random(2 * INNER, HIDDEN, dtype=torch.bfloat16))
-    measure_and_check(benchmark, packed_linear, random(tokens, HIDDEN, dtype=torch.bfloat16), weight, None, 2 * INNER)
+    measure_and_check(
+        benchmark, packed_linear, random(tokens, HIDDEN, dtype=torch.bfloat16), weight, None, 2 * INNER
+    )
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
@@ -182,14 +191,23 @@ def test_bench_decode_attention_by_gathering(benchmark: Callable) -> None:
 def test_bench_prefill_attention(benchmark: Callable, dtype: torch.dtype) -> None:
     k_cache, v_cache, kv_position = caches()
     starts = range(0, PROMPT, TILE_SIZE)
-    # Positions in the copy of the step's pages equal those of the first request in the cache, less the null page.
+    # Positions in the copy of the step's pages equal those of the first request in the cache,
+    # less the null page.
     lists = page_lists([(start, start + TILE_SIZE - 1, 0) for start in starts], PAGES_PER_REQUEST)
     q_position = torch.arange(PROMPT, dtype=torch.int32).view(-1, TILE_SIZE)
     q = random(len(starts), KV_HEADS, TILE_SIZE * GROUP, HEAD_DIM, dtype=dtype)
     step_pages = torch.arange(1, 1 + PAGES_PER_REQUEST, dtype=torch.int32)[:, None]
     attend = compiled(bound(gathered_flex_attention))
     measure_and_check(
-        benchmark, attend, q, k_cache, v_cache, step_pages, lists, Bounds(q_position), kv_position[PAGE_SIZE:].clone()
+        benchmark,
+        attend,
+        q,
+        k_cache,
+        v_cache,
+        step_pages,
+        lists,
+        Bounds(q_position),
+        kv_position[PAGE_SIZE:].clone(),
     )
 
 

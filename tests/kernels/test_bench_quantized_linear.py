@@ -1,6 +1,8 @@
-"""Where the quantised operators stop being faster than a dense product over restored weights (--benchmark-only).
+"""Where the quantised operators stop being faster than a dense product over restored weights
+(--benchmark-only).
 
-Weights of a 135M-parameter model's widest layer, more of them in turn than a cache holds, as in a model's step.
+Weights of a 135M-parameter model's widest layer, more of them in turn than a cache holds,
+as in a model's step.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def measure(benchmark: Callable, product: Callable[[Tensor], Tensor], weights: l
 
 @ROWS
 @WAYS
-def test_bench_int8_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch, rows: int, limit: int) -> None:
+def test_bench_int8_linear(
+    benchmark: Callable, monkeypatch: pytest.MonkeyPatch, rows: int, limit: int
+) -> None:
     monkeypatch.setattr(module, "INT8_MAX_ROWS", limit)
     x, scale = random(rows, IN), random(OUT, 1).abs()
     weights = [torch.randint(-127, 128, (OUT, IN), dtype=torch.int8) for _ in range(WEIGHTS)]
@@ -46,7 +50,9 @@ def test_bench_int8_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
 @ROWS
 @WAYS
-def test_bench_int4_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch, rows: int, limit: int) -> None:
+def test_bench_int4_linear(
+    benchmark: Callable, monkeypatch: pytest.MonkeyPatch, rows: int, limit: int
+) -> None:
     monkeypatch.setattr(module, "INT4_MAX_ROWS", limit)
     x, scale_and_zero = random(rows, IN), random(IN // GROUP, OUT, 2)
     weights = [pack_int4(torch.randint(0, 16, (OUT, IN), dtype=torch.uint8)) for _ in range(WEIGHTS)]

@@ -1,4 +1,5 @@
-"""Time of the sampling kernels on one step of 16 rows over a vocabulary of 49,152 (run with --benchmark-only)."""
+"""Time of the sampling kernels on one step of 16 rows over a vocabulary of 49,152 (run with
+--benchmark-only)."""
 
 from functools import partial
 
@@ -59,7 +60,9 @@ def test_bench_draw_from_candidates(benchmark, logits, seeds, num_candidates, to
     mass = None if top_p is None else torch.full((ROWS,), top_p)
 
     def draw():
-        return draw_from_candidates(scaled, *top_candidates(scaled, num_candidates), top_k, mass, min_p, seeds, seeds)
+        return draw_from_candidates(
+            scaled, *top_candidates(scaled, num_candidates), top_k, mass, min_p, seeds, seeds
+        )
 
     benchmark(draw)
 

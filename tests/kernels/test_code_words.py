@@ -27,7 +27,9 @@ from kernels_triton_free.packed.code_words import (
 from kernels_triton_free.packed.rows import MAX_ROWS
 from minivllm.compilation.compiler import cannot_compile_reason
 
-needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
 
 
 def new_weight(
@@ -47,7 +49,8 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, allowed: 
     terms = x.double().abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
     assert out.shape == expected.shape and out.dtype == x.dtype
     assert (
-        (out.double() - expected).abs() <= allowed * terms + 2**-8 * expected.abs() * (x.dtype != torch.float32)
+        (out.double() - expected).abs()
+        <= allowed * terms + 2**-8 * expected.abs() * (x.dtype != torch.float32)
     ).all()
 
 
@@ -76,9 +79,20 @@ def test_words_hold_codes_and_scales(
     assert (rows.double() - weight[indices]).abs().max() <= 1e-6 * weight.abs().max()
 
 
-@given(**WEIGHTS, rows=st.sampled_from([1, MAX_ROWS, MAX_ROWS + 1, MANY_ROWS, MANY_ROWS + 1]), has_bias=st.booleans())
+@given(
+    **WEIGHTS,
+    rows=st.sampled_from([1, MAX_ROWS, MAX_ROWS + 1, MANY_ROWS, MANY_ROWS + 1]),
+    has_bias=st.booleans(),
+)
 def test_uncompiled_it_is_the_product(
-    seed: int, bits: int, blocks: int, groups: int, group_size: int, scales: torch.dtype, rows: int, has_bias: bool
+    seed: int,
+    bits: int,
+    blocks: int,
+    groups: int,
+    group_size: int,
+    scales: torch.dtype,
+    rows: int,
+    has_bias: bool,
 ) -> None:
     codes, both, weight = new_weight((LANES * blocks, groups * group_size), group_size, bits, seed, scales)
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +126,8 @@ def test_words_hold_floats(seed: int, dtype: torch.dtype, blocks: int, pairs: in
 def test_compiled_code_multiplies_the_bits_of_floats(
     bits: int, group_size: int, rows: int, dtype: torch.dtype, scales: torch.dtype
 ) -> None:
-    """With inputs of one sign what is added to the codes is most of each sum, and nothing of it must remain."""
+    """With inputs of one sign what is added to the codes is most of each sum,
+    and nothing of it must remain."""
     patch_inductor()
     generate_word_loops()
     torch._dynamo.reset()
@@ -145,7 +160,8 @@ def test_compiled_code_multiplies_the_bits_of_floats(
 def test_compiled_code_takes_any_number_of_rows(
     bits: int, scales: torch.dtype | None, inputs: int, tmp_path: Path
 ) -> None:
-    """Exported with a dynamic number, as regions are: the same code goes through words, and restores for many."""
+    """Exported with a dynamic number, as regions are:
+    the same code goes through words, and restores for many."""
     patch_inductor()
     generate_word_loops()
     if scales is None:
@@ -162,7 +178,8 @@ def test_compiled_code_takes_any_number_of_rows(
 
     sizes = ({0: torch.export.Dim("rows", min=2, max=1024)}, None)
     package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(Doubled(), (x, words), dynamic_shapes=sizes), package_path=str(tmp_path / "doubled.pt2")
+        torch.export.export(Doubled(), (x, words), dynamic_shapes=sizes),
+        package_path=str(tmp_path / "doubled.pt2"),
     )
     compiled = torch._inductor.aoti_load_package(package)
     for rows in (2, ROWS_TOGETHER, ROWS_TOGETHER + 1, MANY_ROWS, MANY_ROWS + 1, 200):

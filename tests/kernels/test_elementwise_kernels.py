@@ -44,17 +44,23 @@ def test_rms_norm_equals_float64(shape: tuple[int, ...], dtype: torch.dtype) -> 
     out = rms_norm(x, weight, 1e-5)
     assert out.dtype == dtype
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out.double(), rms_norm_float64(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        out.double(), rms_norm_float64(x, weight, 1e-5), rtol=tolerance, atol=tolerance
+    )
 
 
 def test_rms_norm_of_large_bfloat16_values_does_not_overflow_and_of_zeros_is_zero() -> None:
     weight = torch.ones(4, dtype=torch.bfloat16)
     assert torch.equal(rms_norm(torch.full((1, 4), 1e18, dtype=torch.bfloat16), weight, 1e-5), weight[None])
-    assert torch.equal(rms_norm(torch.zeros(1, 4, dtype=torch.bfloat16), weight, 1e-5), torch.zeros(1, 4).bfloat16())
+    assert torch.equal(
+        rms_norm(torch.zeros(1, 4, dtype=torch.bfloat16), weight, 1e-5), torch.zeros(1, 4).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum_and_leaves_its_inputs(dtype: torch.dtype) -> None:
+def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum_and_leaves_its_inputs(
+    dtype: torch.dtype,
+) -> None:
     x, residual, weight = (
         random(7, 96, dtype=dtype),
         random(7, 96, seed=1, dtype=dtype),
@@ -85,7 +91,12 @@ def gelu_tanh_float64(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [("silu", silu_float64), ("gelu", gelu_float64), ("gelu_pytorch_tanh", gelu_tanh_float64), ("relu", torch.relu)],
+    [
+        ("silu", silu_float64),
+        ("gelu", gelu_float64),
+        ("gelu_pytorch_tanh", gelu_tanh_float64),
+        ("relu", torch.relu),
+    ],
 )
 def test_gated_activation_equals_float64(name: str, reference: Any, dtype: torch.dtype) -> None:
     gate_up = random(5, 2 * 48, dtype=dtype) * 3
@@ -101,7 +112,9 @@ def test_an_unknown_activation_is_refused_by_name() -> None:
         gated_activation(random(1, 4), "tanh")
 
 
-def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters: Any) -> tuple[Tensor, float]:
+def transformers_frequencies(
+    kind: str, seq_len: int | None = None, **parameters: Any
+) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=DIM * 4,
         num_attention_heads=4,
@@ -194,7 +207,9 @@ def test_apply_rotary_equals_complex_rotation_of_the_leading_elements(
     x = random(len(positions), *heads, 16, dtype=dtype)
     out = apply_rotary(x, rotary_table(frequencies, 512)[positions])
     assert out.dtype == dtype and out.shape == x.shape
-    assert torch.equal(out[..., rotated:], x[..., rotated:]), "the part that does not rotate must come back as it was"
+    assert torch.equal(out[..., rotated:], x[..., rotated:]), (
+        "the part that does not rotate must come back as it was"
+    )
     expected = rotate_with_complex_numbers(x, frequencies, positions)
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -212,7 +227,9 @@ def test_products_of_rotated_vectors_depend_on_the_distance_of_their_positions_o
 
 
 def test_quick_silu_is_silu_to_far_less_than_bfloat16_shows() -> None:
-    x = torch.cat([torch.linspace(-30, 30, 600_001), torch.tensor([-3e38, -1e4, -200.0, 200.0, 1e4, 3e38, -0.0, 0.0])])
+    x = torch.cat(
+        [torch.linspace(-30, 30, 600_001), torch.tensor([-3e38, -1e4, -200.0, 200.0, 1e4, 3e38, -0.0, 0.0])]
+    )
     expected = torch.nn.functional.silu(x.double())
     torch.testing.assert_close(quick_silu(x).double(), expected, atol=1e-5, rtol=1e-6)
     assert quick_silu(torch.tensor([torch.nan])).isnan().all()

@@ -1,4 +1,5 @@
-"""Routing, sorting and products of experts against plain loops in float64, and against transformers' own routers."""
+"""Routing, sorting and products of experts against plain loops in float64,
+and against transformers' own routers."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def test_routing_equals_a_plain_loop(drawn: tuple[Routing, int, bool], tokens: i
     correction = randn(seed + 1, experts) if corrected else None
     ids, weights = route(logits, routing, correction)
     assert ids.shape == weights.shape == (tokens, routing.top_k)
-    for row_ids, row_weights, expected in zip(ids.tolist(), weights, plain_route(logits, routing, correction)):
+    for row_ids, row_weights, expected in zip(
+        ids.tolist(), weights, plain_route(logits, routing, correction)
+    ):
         assert sorted(row_ids) == sorted(expected)
         wanted = torch.tensor([expected[expert] for expert in row_ids])
         torch.testing.assert_close(row_weights, wanted, rtol=1e-4, atol=1e-6)
@@ -139,7 +142,9 @@ def test_routing_equals_the_routers_of_transformers(
     logits = torch.nn.functional.linear(x, router.weight, getattr(router, "bias", None))
     correction = getattr(router, "e_score_correction_bias", None)
     expected = by_expert(their_ids, their_weights, 12)
-    torch.testing.assert_close(by_expert(*route(logits, routing, correction), 12), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        by_expert(*route(logits, routing, correction), 12), expected, rtol=1e-5, atol=1e-6
+    )
     without: list[tuple[Tensor, Routing, Tensor | None]] = []
     if correction is not None:
         without.append((logits, routing, None))
@@ -148,12 +153,16 @@ def test_routing_equals_the_routers_of_transformers(
     if routing.groups > 1:
         without.append((logits, Routing(**{**vars(routing), "groups": 1}), correction))
     for changed in without:
-        assert not torch.allclose(by_expert(*route(*changed), 12), expected, rtol=1e-3), "a piece makes no difference"
+        assert not torch.allclose(by_expert(*route(*changed), 12), expected, rtol=1e-3), (
+            "a piece makes no difference"
+        )
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(4, 9), st.integers(0, 2**31))
 @settings(max_examples=100)
-def test_choices_are_sorted_by_expert_and_stay_in_order(tokens: int, top_k: int, experts: int, seed: int) -> None:
+def test_choices_are_sorted_by_expert_and_stay_in_order(
+    tokens: int, top_k: int, experts: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
     order, ends = sort_by_expert(ids, experts)
@@ -162,7 +171,9 @@ def test_choices_are_sorted_by_expert_and_stay_in_order(tokens: int, top_k: int,
     assert ends.tolist() == [int((ids <= expert).sum()) for expert in range(experts)]
 
 
-def stacks(seed: int, experts: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def stacks(
+    seed: int, experts: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights and biases of gate_up and down."""
     return (
         randn(seed, experts, 2 * INNER, HIDDEN, dtype=dtype),
@@ -177,12 +188,16 @@ def in_float64(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...
     out = torch.zeros(x.shape[0], HIDDEN, dtype=torch.float64)
     for token in range(x.shape[0]):
         for expert, weight in zip(ids[token].tolist(), weights[token].double()):
-            inner = gated_activation((gate_up[expert] @ x[token].double() + gate_up_bias[expert])[None], "silu")[0]
+            inner = gated_activation(
+                (gate_up[expert] @ x[token].double() + gate_up_bias[expert])[None], "silu"
+            )[0]
             out[token] += weight * (down[expert] @ inner + down_bias[expert])
     return out
 
 
-def looped(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...], nobody: int | None = None) -> Tensor:
+def looped(
+    x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...], nobody: int | None = None
+) -> Tensor:
     gate_up, gate_up_bias, down, down_bias = parts
     linear = torch.nn.functional.linear
     return loop(
@@ -207,7 +222,9 @@ def test_the_loop_equals_the_definition_in_float64(tokens: int, top_k: int, expe
 
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(3, 7), st.data())
 @settings(max_examples=60)
-def test_loops_over_parts_of_the_experts_add_up(tokens: int, top_k: int, experts: int, data: st.DataObject) -> None:
+def test_loops_over_parts_of_the_experts_add_up(
+    tokens: int, top_k: int, experts: int, data: st.DataObject
+) -> None:
     """Biases, too, are those of chosen experts only: what a part does not have adds exactly nothing there."""
     border, seed = data.draw(st.integers(1, experts - 1)), data.draw(st.integers(0, 2**31))
     x, parts = randn(seed, tokens, HIDDEN), stacks(seed + 1, experts)
@@ -217,12 +234,16 @@ def test_loops_over_parts_of_the_experts_add_up(tokens: int, top_k: int, experts
         places = torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, len(own))
         outs.append(looped(x, places, weights, tuple(part[own.start : own.stop] for part in parts), len(own)))
         assert not outs[-1][(places == len(own)).all(1)].any()
-    torch.testing.assert_close((outs[0] + outs[1]).double(), in_float64(x, ids, weights, parts), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        (outs[0] + outs[1]).double(), in_float64(x, ids, weights, parts), rtol=1e-3, atol=1e-3
+    )
 
 
 @given(st.integers(2, 20), st.integers(1, 3), st.integers(3, 7), st.integers(0, 2**31))
 @settings(max_examples=40)
-def test_grouped_and_gathered_products_equal_the_loop(tokens: int, top_k: int, experts: int, seed: int) -> None:
+def test_grouped_and_gathered_products_equal_the_loop(
+    tokens: int, top_k: int, experts: int, seed: int
+) -> None:
     dtype = torch.bfloat16
     x, parts = randn(seed, tokens, HIDDEN, dtype=dtype), stacks(seed + 1, experts, dtype)
     gate_up, gate_up_bias, down, down_bias = parts

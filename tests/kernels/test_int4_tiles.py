@@ -14,7 +14,9 @@ from kernels_triton_free.packed.int4_tiles import can_tile_int4, int4_tiled_line
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
-needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
 needs_tiles = pytest.mark.skipif(not outputs_of_tiles(), reason="this CPU has no products of bfloat16")
 
 
@@ -28,7 +30,8 @@ def new_weight(outputs: int, inputs: int, group_size: int, seed: int = 0) -> tup
 
 
 def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Weights and the product are rounded to bfloat16; a sum of many rounded terms is off by less than each of them."""
+    """Weights and the product are rounded to bfloat16;
+    a sum of many rounded terms is off by less than each of them."""
     expected = x.double() @ weight.T
     off = (out.double() - expected - (0 if bias is None else bias.double())).norm()
     assert out.dtype == torch.bfloat16 and off <= 0.006 * expected.norm()

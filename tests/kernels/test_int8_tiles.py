@@ -28,13 +28,17 @@ from kernels_triton_free.packed.tiles import OUTPUTS
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 from minivllm.weights.stored_weight import round_to_int8_rows
 
-needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
 needs_tiles = pytest.mark.skipif(not can_tile_int8(64, 64), reason="this CPU multiplies no tiles of 8 bits")
 
 
 def rotated(x: Tensor) -> Tensor:
     """float64, by the definition: the sign of i and j is that of how many bits they have in common."""
-    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(ROTATED)] for i in range(ROTATED)]).double()
+    signs = torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() for j in range(ROTATED)] for i in range(ROTATED)]
+    ).double()
     return torch.einsum("ij,rjc->ric", signs, x.double().view(len(x), ROTATED, -1)).flatten(1)
 
 
@@ -53,7 +57,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_near(out: Tensor, expected: Tensor) -> bool:
     """Up to a result of bfloat16, since the numbers are multiplied exactly."""
-    return out.dtype == torch.bfloat16 and bool((out.double() - expected).norm() <= 0.006 * expected.norm() + 1e-9)
+    return out.dtype == torch.bfloat16 and bool(
+        (out.double() - expected).norm() <= 0.006 * expected.norm() + 1e-9
+    )
 
 
 @given(
@@ -74,7 +80,11 @@ def test_uncompiled_it_is_the_product(
     assert is_near(int8_tiled_linear(x, tiles, bias), product(x, weight, bias))
 
 
-@given(seed=st.integers(0, 2**31), inputs=st.sampled_from([16, 48, 576]), outlier=st.sampled_from([1.0, 30.0, 300.0]))
+@given(
+    seed=st.integers(0, 2**31),
+    inputs=st.sampled_from([16, 48, 576]),
+    outlier=st.sampled_from([1.0, 30.0, 300.0]),
+)
 def test_a_rounded_product_is_that_of_the_inputs_also_where_one_is_much_larger(
     seed: int, inputs: int, outlier: float
 ) -> None:
@@ -101,7 +111,9 @@ def test_tokens_are_rotated_and_rounded_to_the_nearest_step_with_all_steps_in_us
 def test_a_token_of_zeros_gives_the_bias() -> None:
     tiles, _ = new_weight(OUTPUTS, 64)
     bias = torch.randn(OUTPUTS).bfloat16()
-    assert torch.equal(int8_tiled_linear(torch.zeros(2, 64, dtype=torch.bfloat16), tiles, bias), bias.expand(2, -1))
+    assert torch.equal(
+        int8_tiled_linear(torch.zeros(2, 64, dtype=torch.bfloat16), tiles, bias), bias.expand(2, -1)
+    )
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:
@@ -126,7 +138,9 @@ def test_what_does_not_fit_has_no_tiles(shape: tuple[int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64), (192, 256), (576, 1536)])
-def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
+def test_compiled_code_gives_the_product_of_any_number_of_rows(
+    shape: tuple[int, int], has_bias: bool
+) -> None:
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
@@ -148,7 +162,9 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_compiled_halves_are_those_of_the_product_and_what_follows_is_computed_with_them(activation: str) -> None:
+def test_compiled_halves_are_those_of_the_product_and_what_follows_is_computed_with_them(
+    activation: str,
+) -> None:
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()

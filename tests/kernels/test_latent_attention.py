@@ -19,7 +19,8 @@ LATENT, ROTATED, NOPE, VALUE = 12, 4, 6, 5
 
 @dataclass(frozen=True)
 class Shape:
-    """spans: of each tile, position of its first query and their number. queries: of a tile, padding included."""
+    """spans: of each tile, position of its first query and their number.
+    queries: of a tile, padding included."""
 
     spans: tuple[tuple[int, int], ...]
     queries: int = 4
@@ -84,7 +85,11 @@ def check(shape: Shape, dtype: torch.dtype = torch.float64, tolerance: float = 1
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    queries, block_size, at_once = draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 8])), draw(st.integers(1, 4))
+    queries, block_size, at_once = (
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1, 4, 8])),
+        draw(st.integers(1, 4)),
+    )
     piece = block_size * at_once
     # Contexts that end with a block or a piece, one token before and one behind.
     borders = [max(0, end + change) for end in (block_size, piece, 2 * piece) for change in (-1, 0, 1)]
@@ -92,7 +97,9 @@ def shapes(draw: st.DrawFn) -> Shape:
     spans = draw(st.lists(st.tuples(start, st.integers(0, queries)), min_size=1, max_size=4))
     if not any(sum(span) for span in spans):
         spans.append((0, 1))
-    return Shape(tuple(spans), queries, draw(st.integers(1, 4)), block_size, at_once, draw(st.integers(0, 999)))
+    return Shape(
+        tuple(spans), queries, draw(st.integers(1, 4)), block_size, at_once, draw(st.integers(0, 999))
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -102,15 +109,24 @@ def test_absorbed_attention_equals_uncompressed_attention(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-def test_sums_are_as_exact_as_float32_and_products_as_the_queries(dtype: torch.dtype, tolerance: float) -> None:
+def test_sums_are_as_exact_as_float32_and_products_as_the_queries(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     check(Shape(((37, 1), (200, 3), (0, 4)), blocks_at_once=5), dtype, tolerance)
 
 
 def test_large_scores_do_not_overflow() -> None:
     """Scores beyond what exp holds, growing from piece to piece and falling again."""
-    cache = torch.tensor([0.0, 50.0, 5000.0, 9000.0, 100.0, -9000.0]).view(6, 1, 1, 1).expand(6, 1, 1, 2).contiguous()
+    cache = (
+        torch.tensor([0.0, 50.0, 5000.0, 9000.0, 100.0, -9000.0])
+        .view(6, 1, 1, 1)
+        .expand(6, 1, 1, 2)
+        .contiguous()
+    )
     q, position = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2), torch.tensor([[4]])
-    o = latent_attention(q, cache, torch.tensor([[1, 2, 3, 4, 5]]), position, value_dim=1, scale=1.0, blocks_at_once=1)
+    o = latent_attention(
+        q, cache, torch.tensor([[1, 2, 3, 4, 5]]), position, value_dim=1, scale=1.0, blocks_at_once=1
+    )
     assert o.item() == 9000.0
 
 
@@ -142,5 +158,7 @@ def test_memory_does_not_grow_with_the_context() -> None:
 
     cache, table = torch.zeros(300, 4, 1, 16), torch.arange(1, 299, dtype=torch.int32)[None]
     with Watched():
-        latent_attention(torch.zeros(1, 1, 2, 16), cache, table, torch.tensor([[1191]]), value_dim=12, scale=1.0)
+        latent_attention(
+            torch.zeros(1, 1, 2, 16), cache, table, torch.tensor([[1191]]), value_dim=12, scale=1.0
+        )
     assert max(sizes) == 16 * 4 * 16

@@ -45,8 +45,11 @@ def test_packed_linear_equals_float64(rows: int, inner: int, outer: int, has_bia
     out = packed_linear(x, pack_weight(weight), own_bias, outer)
     assert out.shape == (rows, outer) and out.dtype == torch.bfloat16
     assert torch.equal(weight, original), "packing must leave the weight it was given"
-    # Products are summed in float32 and rounded once: half a unit in the last place of bfloat16, of the larger terms.
-    torch.testing.assert_close(out.double(), product_float64(x, weight, own_bias), rtol=2**-8, atol=2**-8 * inner**0.5)
+    # Products are summed in float32 and rounded once:
+    # half a unit in the last place of bfloat16, of the larger terms.
+    torch.testing.assert_close(
+        out.double(), product_float64(x, weight, own_bias), rtol=2**-8, atol=2**-8 * inner**0.5
+    )
 
 
 @needs_packing

@@ -29,7 +29,8 @@ from minivllm.compilation.compiler import cannot_compile_reason, only_marked_siz
 from minivllm.lora.manager import adapter_tiles, plan_tiles
 
 needs_compiler = pytest.mark.skipif(
-    cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler for torch.compile here"
+    cannot_compile_reason(torch.device("cpu")) is not None,
+    reason="there is no C++ compiler for torch.compile here",
 )
 
 IN_FEATURES = 9
@@ -46,14 +47,17 @@ def add_low_rank_reference(
     a, b = a.flatten(0, 1), b.transpose(1, 2).reshape(b.shape[0] * b.shape[2], -1)
     for row, slot in enumerate(slots.tolist()):
         first, end = columns[slot].tolist()
-        for part, (update, weight) in enumerate(zip(result[row].split(list(sizes)), b.split(list(sizes), dim=1))):
+        for part, (update, weight) in enumerate(
+            zip(result[row].split(list(sizes)), b.split(list(sizes), dim=1))
+        ):
             update += (a[first:end, part] @ x[row]) @ weight[first:end]
     return result
 
 
 @st.composite
 def ranges_of_adapters(draw: st.DrawFn) -> Ranges:
-    """Columns of adapters 0 to 4 in any order, each from a chunk on, the first chunk unused; some may have none."""
+    """Columns of adapters 0 to 4 in any order, each from a chunk on, the first chunk unused;
+    some may have none."""
     ranks = draw(st.lists(st.integers(0, MAX_RANK), min_size=4, max_size=4).filter(fits))
     ranges, first = [(0, 0)] * 5, 1
     for adapter in draw(st.permutations(range(4))):
@@ -156,12 +160,17 @@ def test_every_row_has_a_place_in_one_tile_for_each_chunk_of_its_adapter(
         depth = chunks_of_rank(ranges[slot][1] - ranges[slot][0])
         places = tiles.places[row].tolist()
         assert places[depth:] == [-1] * (len(places) - depth)
-        met = [(int(tiles.rows[p // lanes, p % lanes]), int(tiles.adapters[p // lanes])) for p in places[:depth]]
+        met = [
+            (int(tiles.rows[p // lanes, p % lanes]), int(tiles.adapters[p // lanes])) for p in places[:depth]
+        ]
         assert met == [(row, slot)] * depth
         assert [int(tiles.chunks[p // lanes]) for p in places[:depth]] == list(range(depth))
     taken = [p for p in tiles.places.flatten().tolist() if p >= 0]
     assert len(taken) == len(set(taken))
-    full = [chunks_of_rank(end - first) * -(-slots.count(slot) // lanes) for slot, (first, end) in enumerate(ranges)]
+    full = [
+        chunks_of_rank(end - first) * -(-slots.count(slot) // lanes)
+        for slot, (first, end) in enumerate(ranges)
+    ]
     assert len(tiles.rows) == sum(full)
 
 
@@ -191,13 +200,15 @@ def test_a_batch_without_adapters_has_tiles_of_the_sizes_that_compiled_code_take
 def test_exported_code_vectorises_over_outputs_and_gives_the_same(
     ranks: tuple[int, ...], slots: list[int], sizes: tuple[int, ...]
 ) -> None:
-    """Gathering a vector's elements one by one, as Inductor does where it takes another index, costs ten times."""
+    """Gathering a vector's elements one by one, as Inductor does where it takes another index,
+    costs ten times."""
     ranges, first = [(0, 0)], CHUNK
     for rank in ranks:
         ranges.append((first, first + rank))
         first += chunks_of_rank(rank) * CHUNK
     out, x, a, b, columns, own = (
-        tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in wide_case(ranges, slots, sizes)
+        tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for tensor in wide_case(ranges, slots, sizes)
     )
     expected = add_low_rank_reference(*(t.double() for t in (out, x, a, b)), columns, own, sizes)
     tiles = with_idle_tiles(tiles_of(ranges, slots, 4), 2)
@@ -235,8 +246,12 @@ def with_idle_tiles(tiles: AdapterTiles, count: int) -> AdapterTiles:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ranges_of_adapters(), st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sampled_from([0, 4, 100]))
-def test_every_row_meets_its_own_columns_once_and_no_others(ranges: Ranges, slots: list[int], cost: int) -> None:
+@given(
+    ranges_of_adapters(), st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sampled_from([0, 4, 100])
+)
+def test_every_row_meets_its_own_columns_once_and_no_others(
+    ranges: Ranges, slots: list[int], cost: int
+) -> None:
     with patch.multiple(lora, GROUP_COST=cost, ROW_COST=0):
         groups = plan_groups(torch.tensor(ranges), torch.tensor(slots))
     met: list[list[int]] = [[] for _ in slots]
@@ -272,7 +287,9 @@ def test_an_adapter_whose_products_overflow_harms_no_other_row(dtype: torch.dtyp
     columns, slots = torch.tensor(ranges, dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
 
     def results() -> list[Tensor]:
-        tiled = lora._add_tiled(out, x, a, b, columns, with_idle_tiles(tiles_of(ranges, slots.tolist(), 4), 1), (4,))
+        tiled = lora._add_tiled(
+            out, x, a, b, columns, with_idle_tiles(tiles_of(ranges, slots.tolist(), 4), 1), (4,)
+        )
         return [add_low_rank(out, x, a, b, columns, RowAdapters(slots), (4,)), tiled]
 
     before = results()

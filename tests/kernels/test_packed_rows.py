@@ -20,7 +20,9 @@ from kernels_triton_free.packed.rows import (
     words_of,
 )
 
-pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU"
+)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -36,7 +38,9 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     runs=st.integers(1, 9),
     has_bias=st.booleans(),
 )
-def test_few_rows_are_multiplied_as_in_float64(seed: int, rows: int, blocks: int, runs: int, has_bias: bool) -> None:
+def test_few_rows_are_multiplied_as_in_float64(
+    seed: int, rows: int, blocks: int, runs: int, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     outputs = blocks * (outputs_together(64, 32) or 64)
     weight = torch.randn(outputs, 32 * runs, generator=generator).bfloat16()

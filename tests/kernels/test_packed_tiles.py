@@ -27,7 +27,9 @@ from kernels_triton_free.packed.tiles import (
 )
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
-needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
 needs_tiles = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU multiplies no tiles")
 OWN = outputs_of_tiles()
 WIDTHS = [OWN] if OWN in (0, AMX_OUTPUTS) else [FEWER_OUTPUTS, OWN]
@@ -95,8 +97,11 @@ def test_what_is_no_whole_tile_has_none(shape: tuple[int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(OWN * 2, 32), (OWN * 7, 160), (WIDTHS[0] * 7, 160), (1536, 576)])
-def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
-    """Also where the rows are no whole tile, where outputs are not as many for each thread, and inside other code."""
+def test_compiled_code_gives_the_product_of_any_number_of_rows(
+    shape: tuple[int, int], has_bias: bool
+) -> None:
+    """Also where the rows are no whole tile, where outputs are not as many for each thread,
+    and inside other code."""
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
@@ -157,7 +162,8 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
 @pytest.mark.parametrize("varies", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_up_to_a_block_of_rows_inputs_are_cut_only_for_the_second_cache(threads: int, varies: bool) -> None:
-    """Whether Inductor's code still has what is changed of it, and the product of as many inputs as must be cut."""
+    """Whether Inductor's code still has what is changed of it,
+    and the product of as many inputs as must be cut."""
     used = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

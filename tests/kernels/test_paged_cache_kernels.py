@@ -40,7 +40,9 @@ def test_write_kv_changes_exactly_the_slots_it_is_given(
         expected_k[slot // PAGE_SIZE, slot % PAGE_SIZE] = k[token].to(cache_dtype)
         expected_v[slot // PAGE_SIZE, slot % PAGE_SIZE] = v[token].to(cache_dtype)
     write_kv(k_cache, v_cache, k, v, torch.tensor(slots, dtype=slot_dtype))
-    assert torch.equal(k_cache.float(), expected_k.float()) and torch.equal(v_cache.float(), expected_v.float())
+    assert torch.equal(k_cache.float(), expected_k.float()) and torch.equal(
+        v_cache.float(), expected_v.float()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -75,13 +77,20 @@ def test_gather_blocks_puts_the_pages_of_a_request_in_order() -> None:
 
 
 def test_compiled_code_writes_into_the_cache_itself() -> None:
-    """A copy of all of a cache of 36 GB, there and back, took 50 of the 52 ms of a step of Qwen3-0.6B on an H100."""
+    """A copy of all of a cache of 36 GB, there and back,
+    took 50 of the 52 ms of a step of Qwen3-0.6B on an H100."""
     torch._dynamo.reset()
-    k_cache, v_cache, expected = torch.zeros(50, 16, 2, 8), torch.zeros(50, 16, 2, 8), torch.zeros(50 * 16, 2, 8)
+    k_cache, v_cache, expected = (
+        torch.zeros(50, 16, 2, 8),
+        torch.zeros(50, 16, 2, 8),
+        torch.zeros(50 * 16, 2, 8),
+    )
     k, slots = torch.randn(5, 2, 8), torch.tensor([3, 700, 16, 31, 799], dtype=torch.int32)
     expected[slots] = k
     _, [code] = run_and_get_code(torch.compile(write_kv, dynamic=False), k_cache, v_cache, k, 2 * k, slots)
     assert torch.equal(k_cache.view(-1, 2, 8), expected) and torch.equal(v_cache, 2 * k_cache)
     allocated = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", code)
-    assert all(math.prod(int(size) for size in sizes.split(",") if size.strip()) <= k.numel() for sizes in allocated)
+    assert all(
+        math.prod(int(size) for size in sizes.split(",") if size.strip()) <= k.numel() for sizes in allocated
+    )
     assert str(k_cache.numel()) not in re.findall(r"\d+", code)

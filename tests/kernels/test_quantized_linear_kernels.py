@@ -1,4 +1,5 @@
-"""Products over 8 and 4 bits against float64, on both sides of the row count from which weights are restored."""
+"""Products over 8 and 4 bits against float64,
+on both sides of the row count from which weights are restored."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from kernels_triton_free.quantized_linear import (
     restore_int4,
 )
 
-needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
+needs_int4 = pytest.mark.skipif(
+    not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known"
+)
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 BIASES = pytest.mark.parametrize("has_bias", [False, True])
 
@@ -30,7 +33,8 @@ def rows_around(limit: int) -> list[int]:
 
 
 def int4_case(out: int, inner: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(packed, scale_and_zero, the weight in float64), from what the operator's documentation says a code means."""
+    """(packed, scale_and_zero, the weight in float64),
+    from what the operator's documentation says a code means."""
     generator = torch.Generator().manual_seed(out + inner)
     codes = torch.randint(0, 16, (out, inner), generator=generator, dtype=torch.uint8)
     scale_and_zero = torch.randn(inner // group, out, 2, generator=generator).to(dtype)
@@ -56,13 +60,17 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tolerance
 
 def inputs(rows: int, inner: int, out: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, inner, generator=generator).to(dtype), torch.randn(out, generator=generator).to(dtype)
+    return torch.randn(rows, inner, generator=generator).to(dtype), torch.randn(out, generator=generator).to(
+        dtype
+    )
 
 
 @needs_int4
 @DTYPES
 @BIASES
-@pytest.mark.parametrize(("out", "inner", "group"), [(64, 32, 32), (192, 128, 64), (128, 384, 128), (64, 512, 256)])
+@pytest.mark.parametrize(
+    ("out", "inner", "group"), [(64, 32, 32), (192, 128, 64), (128, 384, 128), (64, 512, 256)]
+)
 @pytest.mark.parametrize("rows", rows_around(INT4_MAX_ROWS))
 def test_int4_linear_equals_float64(
     rows: int, out: int, inner: int, group: int, has_bias: bool, dtype: torch.dtype, tolerance: float
@@ -106,7 +114,9 @@ def test_restored_and_gathered_rows_are_the_weight(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rows.to(dtype).double(), weight[indices], **close)
     torch.testing.assert_close(restore_int4(packed, scale_and_zero, 32).T.double(), weight, **close)
     values, scale, weight8 = int8_case(192, 96, dtype)
-    torch.testing.assert_close(int8_rows(values, scale, indices).to(dtype).double(), weight8[indices], **close)
+    torch.testing.assert_close(
+        int8_rows(values, scale, indices).to(dtype).double(), weight8[indices], **close
+    )
 
 
 @needs_int4
@@ -121,7 +131,9 @@ def test_compiled_for_any_number_of_rows_the_operators_themselves_are_called() -
         graphs.append(graph)
         return compile_fx(graph, example_inputs)
 
-    def both(x: Tensor, packed: Tensor, scale_and_zero: Tensor, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def both(
+        x: Tensor, packed: Tensor, scale_and_zero: Tensor, values: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         x = x * 2
         return int4_linear(x, packed, scale_and_zero, None, 32) + 1, int8_linear(x, values, scale, None) + 1
 
@@ -161,7 +173,9 @@ def test_with_avx2_and_no_more_float32_calls_the_operator_for_one_row_of_4_bits(
 
 def test_an_unknown_order_of_4_bit_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     module._half_block.cache_clear()
-    unordered = type("Operator", (), {"default": staticmethod(lambda codes, tiles: codes.to(torch.uint8)[:, :1])})
+    unordered = type(
+        "Operator", (), {"default": staticmethod(lambda codes, tiles: codes.to(torch.uint8)[:, :1])}
+    )
     monkeypatch.setattr(module.torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", unordered)
     assert not can_multiply_int4()
     monkeypatch.undo()

@@ -1,4 +1,5 @@
-"""Noise, penalties, truncation, draws and log-probabilities, judged by plain Python, float64 and transformers."""
+"""Noise, penalties, truncation, draws and log-probabilities, judged by plain Python,
+float64 and transformers."""
 
 import math
 import random
@@ -47,7 +48,9 @@ def assert_fits(observed: torch.Tensor, expected: torch.Tensor, sigmas: float = 
     statistic = float(((observed - expected) ** 2 / expected).sum())
     freedom = observed.numel() - 1
     limit = freedom * (1 - 2 / (9 * freedom) + sigmas * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < limit, f"chi-square {statistic:.1f} exceeds {limit:.1f} at {freedom} degrees of freedom"
+    assert statistic < limit, (
+        f"chi-square {statistic:.1f} exceeds {limit:.1f} at {freedom} degrees of freedom"
+    )
 
 
 def python_noise_bits(seed: int, position: int, token_id: int) -> int:
@@ -90,7 +93,9 @@ def test_compiled_noise_of_a_vocabulary_is_the_hash_and_stays_in_vectors() -> No
     bits, [code] = run_and_get_code(torch.compile(whole, dynamic=False), seeds, positions)
     assert torch.equal(bits, noise_bits(seeds, positions, torch.arange(vocab_size)))
     assert "Vectorized<int32_t>::arange" in code
-    assert [python_noise_bits(-5, 3, token) for token in range(vocab_size)] == (bits[0].long() & WORD).tolist()
+    assert [python_noise_bits(-5, 3, token) for token in range(vocab_size)] == (
+        bits[0].long() & WORD
+    ).tolist()
 
 
 def bits_along(axis: str, count: int, seed: int = 11) -> torch.Tensor:
@@ -177,7 +182,9 @@ def test_quick_gumbel_noise_is_the_same_noise() -> None:
 
 
 def test_gumbel_noise_is_finite_for_every_extreme_hash(monkeypatch):
-    extremes = torch.tensor([[0, 1, 2**31 - 1, 2**31 - 2, 2**31 - 129, -1, -(2**31), -(2**31) + 1]], dtype=torch.int32)
+    extremes = torch.tensor(
+        [[0, 1, 2**31 - 1, 2**31 - 2, 2**31 - 129, -1, -(2**31), -(2**31) + 1]], dtype=torch.int32
+    )
     monkeypatch.setattr(sampling_noise, "noise_bits", lambda *_: extremes)
     noise = gumbel_noise_at(torch.tensor([0]), torch.tensor([0]), torch.arange(8))
     assert bool(noise.isfinite().all())
@@ -247,7 +254,9 @@ def test_repetition_penalty_matches_transformers():
 
 def kept_by_float64(scaled: list[float], top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
     """Token ids that remain, by definition, and how near top-p came to keeping one more or one less."""
-    alive = [i for i, x in enumerate(scaled) if x > -math.inf and math.exp(x) >= min_p * math.exp(max(scaled))]
+    alive = [
+        i for i, x in enumerate(scaled) if x > -math.inf and math.exp(x) >= min_p * math.exp(max(scaled))
+    ]
     if 0 < top_k < len(scaled):
         values = sorted((scaled[i] for i in alive), reverse=True)
         alive = [i for i in alive if scaled[i] >= values[min(top_k, len(values)) - 1]]
@@ -266,7 +275,9 @@ def kept_by_float64(scaled: list[float], top_k: int, top_p: float, min_p: float)
 
 TRUNCATION_CASE = {
     # Quarters make ties frequent; -inf is a masked token.
-    "values": st.lists(st.integers(-24, 0).map(lambda i: i / 4) | st.just(-math.inf), min_size=1, max_size=40),
+    "values": st.lists(
+        st.integers(-24, 0).map(lambda i: i / 4) | st.just(-math.inf), min_size=1, max_size=40
+    ),
     "top_k": st.integers(-1, 45),
     "top_p": st.floats(0.01, 1.0) | st.just(1.0),
     "min_p": st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 0.99]),
@@ -302,7 +313,9 @@ def test_a_draw_from_candidates_that_calls_itself_exact_is_the_draw_from_the_voc
     scaled = row_of(values)
     rules = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     seeds, positions = torch.tensor([seed]), torch.tensor([17])
-    token, exact = draw_from_candidates(scaled, *top_candidates(scaled, num_candidates), *rules, seeds, positions)
+    token, exact = draw_from_candidates(
+        scaled, *top_candidates(scaled, num_candidates), *rules, seeds, positions
+    )
     threshold, _ = truncation_threshold(scaled, scaled.sort(descending=True).values, *rules)
     assert 0 <= int(token) < len(values)
     assert bool(exact) or num_candidates < len(values)
@@ -355,7 +368,9 @@ def test_each_truncation_alone_keeps_what_transformers_keeps(warper, top_k, top_
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-3, 0.7, 1.0, 50.0])
 def test_scaling_is_finite_and_keeps_the_order_at_every_temperature(temperature):
-    logits = torch.tensor([[3e38, 1.0, -3e38, 0.0], [5.0, 4.0, torch.nan, -torch.inf], [torch.inf, 0.0, 1.0, 2.0]])
+    logits = torch.tensor(
+        [[3e38, 1.0, -3e38, 0.0], [5.0, 4.0, torch.nan, -torch.inf], [torch.inf, 0.0, 1.0, 2.0]]
+    )
     scaled = scale_by_temperature(logits, torch.full((3,), temperature))
     assert not bool(scaled.isnan().any())
     assert scaled.amax(-1).tolist() == [0.0, 0.0, 0.0]
@@ -458,7 +473,9 @@ def test_compiled_draws_are_the_eager_draws():
 def test_compiled_truncation_is_the_eager_truncation():
     def pipeline(logits, temperature, top_k, top_p, min_p, seeds, positions):
         scaled = scale_by_temperature(logits, temperature)
-        drawn = draw_from_candidates(scaled, *top_candidates(scaled, 32), top_k, top_p, min_p, seeds, positions)
+        drawn = draw_from_candidates(
+            scaled, *top_candidates(scaled, 32), top_k, top_p, min_p, seeds, positions
+        )
         return *drawn, draw_truncated(
             sortable(logits), temperature, min_p, seeds, positions, top_k, top_p, dtype=logits.dtype
         )

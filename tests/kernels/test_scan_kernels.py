@@ -1,4 +1,5 @@
-"""Gated delta rule and Mamba2 over packed rows of several requests, against token-by-token recursions in float64."""
+"""Gated delta rule and Mamba2 over packed rows of several requests,
+against token-by-token recursions in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ def mamba_inputs(tokens: int, generator: torch.Generator, shared: int = SHARED) 
         return torch.randn(tokens, *shape, generator=generator)
 
     step_size = F.softplus(2 * draw(HEADS) - 2)
-    return draw(HEADS, VALUE), step_size, step_size * -torch.rand(HEADS) * 4, draw(shared, KEY), draw(shared, KEY)
+    return (
+        draw(HEADS, VALUE),
+        step_size,
+        step_size * -torch.rand(HEADS) * 4,
+        draw(shared, KEY),
+        draw(shared, KEY),
+    )
 
 
 def delta_by_token(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +99,8 @@ def plan_of(*counts: int) -> ScanPlan | None:
 def test_rows_of_any_lengths_equal_a_recursion_token_by_token(
     name: str, lengths: list[int], in_place: bool, seed: int
 ) -> None:
-    """Non-zero states in scattered slots, written where they were or elsewhere; other slots are not touched."""
+    """Non-zero states in scattered slots, written where they were or elsewhere;
+    other slots are not touched."""
     kernel, make, by_token = KERNELS[name]
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
@@ -132,7 +140,9 @@ def test_a_sequence_cut_into_any_steps_is_the_whole(name: str, cuts: list[int], 
     states, parts, position = first.clone(), [], 0
     for cut in cuts:
         beside = cut // 2 + 1
-        step = tuple(torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, make(beside, generator)))
+        step = tuple(
+            torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, make(beside, generator))
+        )
         parts.append(kernel(*step, states, torch.arange(2), torch.arange(2), plan_of(beside, cut))[beside:])
         position += cut
     assert_near(torch.cat(parts), whole)
@@ -193,6 +203,8 @@ def test_dynamo_traces_the_whole_function(name: str) -> None:
     inputs = make(sum(lengths), torch.Generator().manual_seed(5))
     states, slots = torch.randn(5, HEADS, KEY, VALUE), torch.arange(4, dtype=torch.int32)
     traced_states, plan = states.clone(), plan_of(*lengths)
-    traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*inputs, traced_states, slots, slots, plan)
+    traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(
+        *inputs, traced_states, slots, slots, plan
+    )
     assert_near(traced, kernel(*inputs, states, slots, slots, plan), 1e-6)
     assert_near(traced_states, states, 1e-6)

@@ -16,7 +16,9 @@ def rows_of(counts: list[int], read: list[int], write: list[int]) -> StateRows:
     starts = [sum(counts[:row]) for row in range(len(counts))]
     token_rows = [row for row, count in enumerate(counts) for _ in range(count)]
     offsets = [place for count in counts for place in range(count)]
-    parts = (torch.tensor(part, dtype=torch.int32) for part in (read, write, starts, counts, token_rows, offsets))
+    parts = (
+        torch.tensor(part, dtype=torch.int32) for part in (read, write, starts, counts, token_rows, offsets)
+    )
     return StateRows(*parts)
 
 
@@ -39,7 +41,11 @@ def test_rows_are_convolved_as_if_each_were_alone(taps: int, counts: list[int], 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    x, state, weight = random(sum(counts), CHANNELS), random(SLOTS, taps - 1, CHANNELS), random(CHANNELS, taps)
+    x, state, weight = (
+        random(sum(counts), CHANNELS),
+        random(SLOTS, taps - 1, CHANNELS),
+        random(CHANNELS, taps),
+    )
     bias = random(CHANNELS) if has_bias else None
     state[0] = 0
     state[-1] = torch.nan  # what padding wrote
@@ -54,4 +60,6 @@ def test_rows_are_convolved_as_if_each_were_alone(taps: int, counts: list[int], 
         torch.testing.assert_close(state[write[row]], after)
         first += count
     untouched = [slot for slot in range(SLOTS) if slot not in write]
-    assert torch.equal(state[untouched].nan_to_num(), before[untouched].nan_to_num()), "other slots stay as they are"
+    assert torch.equal(state[untouched].nan_to_num(), before[untouched].nan_to_num()), (
+        "other slots stay as they are"
+    )

@@ -1,4 +1,5 @@
-"""Keys and values in strips: what is written is found again, and single tokens attend as the reference does."""
+"""Keys and values in strips: what is written is found again,
+and single tokens attend as the reference does."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from minivllm.specs.attention import Reach
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def new_cache(blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def new_cache(
+    blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     k, v = strip_shapes(block_size, kv_heads, dim, dtype)
     return torch.zeros(blocks, *k, dtype=dtype), torch.zeros(blocks, *v, dtype=dtype)
 
@@ -114,7 +117,12 @@ def attend(
     padding=st.integers(0, 2),
 )
 def test_rows_attend_as_the_reference_does(
-    rule: dict[str, Any], has_sinks: bool, seed: int, positions: list[int], heads: tuple[int, int], padding: int
+    rule: dict[str, Any],
+    has_sinks: bool,
+    seed: int,
+    positions: list[int],
+    heads: tuple[int, int],
+    padding: int,
 ) -> None:
     """Blocks of all rows lie anywhere, and values after a row's last token are large."""
     (kv_heads, group), size, dim, width = heads, 16, 32, 5
@@ -150,11 +158,15 @@ def test_sums_are_in_float32_whatever_the_cache_holds(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler here")
+@pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler here"
+)
 @pytest.mark.parametrize(("kv_heads", "step"), [(2, 64 * 64), (1, 64 * 64)], ids=["next head", "next block"])
-def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(kv_heads: int, step: int) -> None:
-    """K and V each once, a head further, or, where there is one head, a block, or the next strips of it if the block is
-    not read in one round."""
+def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(
+    kv_heads: int, step: int
+) -> None:
+    """K and V each once, a head further, or, where there is one head, a block,
+    or the next strips of it if the block is not read in one round."""
     patch_inductor()
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
@@ -166,10 +178,17 @@ def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(k
     q = torch.randn(2, kv_heads, 3, 64, generator=generator).bfloat16()
     compiled = torch.compile(partial(attend_to_strips, scale=0.125), fullgraph=True)
     out, [code] = run_and_get_code(compiled, q, k, v, None, pairs, bounds)
-    torch.testing.assert_close(out, attend_to_strips(q, k, v, None, pairs, bounds, scale=0.125), rtol=1e-2, atol=1e-2)
-    found = [int(place) for place in re.findall(r"__builtin_prefetch\(in_ptr\d+ \+ static_cast<int64_t>\((\d+)L", code)]
+    torch.testing.assert_close(
+        out, attend_to_strips(q, k, v, None, pairs, bounds, scale=0.125), rtol=1e-2, atol=1e-2
+    )
+    found = [
+        int(place)
+        for place in re.findall(r"__builtin_prefetch\(in_ptr\d+ \+ static_cast<int64_t>\((\d+)L", code)
+    ]
     streams = 2 if q.shape[2] <= MOST_HEADS_OF_TWO_STREAMS else 1
     step = step if kv_heads > 1 or streams == 2 else 2048
-    assert sorted(place for place in found if place >= 2048) == sorted(2 * [step, step + 2048][:streams]), "of K and V"
+    assert sorted(place for place in found if place >= 2048) == sorted(2 * [step, step + 2048][:streams]), (
+        "of K and V"
+    )
     _, [other] = run_and_get_code(torch.compile(lambda x: x.float().sum(1)), torch.randn(40, 640).bfloat16())
     assert "__builtin_prefetch" not in other

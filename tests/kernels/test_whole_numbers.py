@@ -1,4 +1,5 @@
-"""Products of whole numbers: by themselves and compiled, against the sums of the numbers and of what they stand for."""
+"""Products of whole numbers: by themselves and compiled,
+against the sums of the numbers and of what they stand for."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from kernels_triton_free.packed.whole_numbers import (
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.device.policy import DevicePolicy
 
-needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
 
 
 def new_weight(outputs: int, inputs: int, seed: int = 0, bits: int = 8) -> tuple[WholeNumbers, Tensor]:

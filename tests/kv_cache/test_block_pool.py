@@ -14,7 +14,11 @@ from minivllm.kv_cache.blocks.free_queue import FreeBlockQueue, KVCacheBlock
 pytestmark = pytest.mark.smoke
 
 
-@given(st.lists(st.tuples(st.sampled_from(["popleft", "append", "prepend", "remove"]), st.integers(0, 7)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["popleft", "append", "prepend", "remove"]), st.integers(0, 7)), max_size=60
+    )
+)
 def test_the_free_queue_behaves_like_a_list(operations: list[tuple[str, int]]) -> None:
     blocks = [KVCacheBlock(index) for index in range(8)]
     queue, reference = FreeBlockQueue(blocks[:4]), blocks[:4]
@@ -67,7 +71,8 @@ def test_never_hashed_blocks_are_reused_before_hashed_ones() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random users of a small pool. Reference: users per block, and the contents each block was last given."""
+    """Random users of a small pool.
+    Reference: users per block, and the contents each block was last given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Reuse to the token: which block is copied for which text, against brute force over all that was computed."""
+"""Reuse to the token: which block is copied for which text,
+against brute force over all that was computed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.kv_cache.test_kv_cache_manager import make_request
 pytestmark = pytest.mark.smoke
 
 
-def put(index: Continuations, block_id: int, tokens: list[int], parent: bytes = b"", **state: bool) -> list[int]:
+def put(
+    index: Continuations, block_id: int, tokens: list[int], parent: bytes = b"", **state: bool
+) -> list[int]:
     return index.put(parent, block_id, tokens, **{"is_tail": False, "is_planned": False, **state})
 
 
@@ -36,7 +39,8 @@ def test_the_best_piece_has_the_longest_common_beginning(
 ) -> None:
     def common(piece: list[int]) -> int:
         return next(
-            (place for place, pair in enumerate(zip(piece, text)) if pair[0] != pair[1]), min(map(len, (piece, text)))
+            (place for place, pair in enumerate(zip(piece, text)) if pair[0] != pair[1]),
+            min(map(len, (piece, text))),
         )
 
     index = index_of(min_tokens)
@@ -90,7 +94,11 @@ def test_older_full_blocks_keep_their_piece_but_are_not_compared() -> None:
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(["put", "tail", "grow", "read", "forget"]), st.integers(0, 30)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "tail", "grow", "read", "forget"]), st.integers(0, 30)), max_size=80
+    )
+)
 def test_a_tail_that_is_not_compared_is_forgotten(operations: list[tuple[str, int]]) -> None:
     index = index_of(most_tails=6)
     for name, number in operations:
@@ -121,17 +129,21 @@ def test_too_short_a_beginning_is_computed_again() -> None:
     assert index.best(b"", [*range(8), 99]) == (1, 8)
 
 
-# -- in the KV cache manager ---------------------------------------------------------------------------------------
+# -- in the KV cache manager
+# ---------------------------------------------------------------------------------------
 
 
-def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, list[BlockCopy]]:
-    """Admit and compute a whole prompt, or its first ``num_tokens`` tokens that are not cached; (reused tokens,
-    copies)."""
+def admit(
+    manager: KVCacheManager, request: Request, num_tokens: int | None = None
+) -> tuple[int, list[BlockCopy]]:
+    """Admit and compute a whole prompt, or its first ``num_tokens`` tokens that are not cached;
+    (reused tokens, copies)."""
     hits, num_hit = manager.get_computed_blocks(request)
     prefix = manager.continue_prefix(request, hits, num_hit)
     num_new = request.num_tokens - prefix.num_tokens if num_tokens is None else num_tokens
     assert (
-        manager.allocate_slots(request, num_new, prefix.num_tokens, prefix.blocks, sources=prefix.sources) is not None
+        manager.allocate_slots(request, num_new, prefix.num_tokens, prefix.blocks, sources=prefix.sources)
+        is not None
     )
     manager.settle()
     request.num_computed_tokens = prefix.num_tokens + num_new
@@ -148,7 +160,9 @@ texts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(
     st.lists(
-        st.tuples(texts, st.sampled_from([None, None, "tenant"]), st.booleans()), min_size=1, max_size=MAX_COMPARED
+        st.tuples(texts, st.sampled_from([None, None, "tenant"]), st.booleans()),
+        min_size=1,
+        max_size=MAX_COMPARED,
     ),
     st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3),
     st.integers(1, 3),
@@ -156,7 +170,8 @@ texts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 def test_all_tokens_that_two_texts_have_in_common_are_computed_once(
     arrivals: list[tuple[list[int], str | None, bool]], sizes: list[int], min_copied: int
 ) -> None:
-    """Of any number of groups with blocks of any sizes; up to one token less than the text, or too few for a copy."""
+    """Of any number of groups with blocks of any sizes;
+    up to one token less than the text, or too few for a copy."""
     groups = [FullAttentionManager(500, size) for size in sizes]
     manager = KVCacheManager(groups, 100, min_copied_tokens=min_copied)
     alignment = manager._coordinator.alignment
@@ -217,7 +232,9 @@ def test_tenants_and_adapters_never_share_a_piece() -> None:
 
 
 @pytest.mark.parametrize("num_spare", [0, 1])
-def test_a_copy_is_made_only_if_there_is_a_block_for_it_besides_the_one_that_is_copied(num_spare: int) -> None:
+def test_a_copy_is_made_only_if_there_is_a_block_for_it_besides_the_one_that_is_copied(
+    num_spare: int,
+) -> None:
     """128 tokens in two whole blocks and 40 in a third one, none in use; 300 tokens take 3 blocks more."""
     manager = full(100, 64)
     first = make_request("a", list(range(168)))
@@ -232,7 +249,9 @@ def test_a_copy_is_made_only_if_there_is_a_block_for_it_besides_the_one_that_is_
     assert (new is not None) == (num_spare == 1)
     if new is None:
         assert manager.get_block_ids("b") == ([],)
-        assert manager.allocate_slots(request, 172, 128, hits) is not None, "the blocks are enough without a copy"
+        assert manager.allocate_slots(request, 172, 128, hits) is not None, (
+            "the blocks are enough without a copy"
+        )
     else:
         [copy] = manager.block_copies(request, prefix)
         assert copy.target == new[0][0] and manager._groups[0].tables["b"].num_cached == 2
@@ -299,7 +318,9 @@ def test_groups_with_smaller_blocks_share_whole_ones_first() -> None:
     reused, copies = admit(manager, make_request("b", [*range(110), 7]))
     assert reused == 110 and [copy.group for copy in copies] == [0, 1]
     wide, narrow = manager.get_block_ids("b"), manager.get_block_ids("a")
-    assert wide[1][6] != narrow[1][6] and wide[1][4:6] == narrow[1][4:6], "64 to 96 are two whole blocks of 16"
+    assert wide[1][6] != narrow[1][6] and wide[1][4:6] == narrow[1][4:6], (
+        "64 to 96 are two whole blocks of 16"
+    )
     assert admit(manager, make_request("c", [*range(96), 7]))[1] == [
         BlockCopy(group=0, source=wide[0][1], target=manager.get_block_ids("c")[0][1])
     ], "in the group of the window, 96 tokens end with a block"
@@ -307,7 +328,9 @@ def test_groups_with_smaller_blocks_share_whole_ones_first() -> None:
 
 def test_a_whole_block_of_the_planned_step_is_shared_but_not_copied() -> None:
     """The first group has 3 tokens in common since an earlier step, the second one 4 in this one."""
-    manager = KVCacheManager([FullAttentionManager(80, 6), FullAttentionManager(80, 4)], 100, min_copied_tokens=1)
+    manager = KVCacheManager(
+        [FullAttentionManager(80, 6), FullAttentionManager(80, 4)], 100, min_copied_tokens=1
+    )
     admit(manager, make_request("a", [1, 2, 3]))
     second = make_request("b", [1, 2, 3, 4, 5])
     manager.pools[1].forget(manager.pools[1].blocks[manager.get_block_ids("a")[1][0]])

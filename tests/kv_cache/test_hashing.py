@@ -15,7 +15,9 @@ from minivllm.sampling_params import SamplingParams
 pytestmark = pytest.mark.smoke
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
-extras = st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4), st.integers(-300, 300)), max_size=3).map(tuple)
+extras = st.lists(
+    st.one_of(st.binary(max_size=4), st.text(max_size=4), st.integers(-300, 300)), max_size=3
+).map(tuple)
 blocks = st.tuples(st.sampled_from([b"", b"\0" * 32, bytes(range(32))]), tokens, extras)
 
 
@@ -55,9 +57,13 @@ def test_the_hashed_bytes_are_canonical() -> None:
 
 
 @given(
-    st.lists(st.integers(0, 99), min_size=1, max_size=40), st.lists(st.integers(0, 99), max_size=40), st.integers(1, 9)
+    st.lists(st.integers(0, 99), min_size=1, max_size=40),
+    st.lists(st.integers(0, 99), max_size=40),
+    st.integers(1, 9),
 )
-def test_hashing_block_by_block_equals_hashing_at_once(prompt: list[int], output: list[int], block_size: int) -> None:
+def test_hashing_block_by_block_equals_hashing_at_once(
+    prompt: list[int], output: list[int], block_size: int
+) -> None:
     growing = make_request(prompt, "salt")
     for token_id in output:
         extend_block_hashes(growing, block_size)

@@ -31,7 +31,8 @@ def make_request(request_id: str, token_ids: list[int], salt: str | None = None,
 
 
 def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> int:
-    """Admit and compute a whole prompt, or its first ``num_tokens`` uncached tokens; returns the hit's length."""
+    """Admit and compute a whole prompt, or its first ``num_tokens`` uncached tokens;
+    returns the hit's length."""
     hits, num_hit = manager.get_computed_blocks(request)
     num_new = request.num_tokens - num_hit if num_tokens is None else num_tokens
     assert manager.allocate_slots(request, num_new, num_hit, hits) is not None
@@ -55,7 +56,9 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(
-    st.lists(st.tuples(prompts, st.sampled_from([None, None, "tenant"]), st.booleans()), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(prompts, st.sampled_from([None, None, "tenant"]), st.booleans()), min_size=1, max_size=12
+    ),
     st.integers(1, 4),
 )
 def test_a_hit_is_the_longest_prefix_of_whole_blocks_that_was_computed(
@@ -82,7 +85,11 @@ def test_a_hit_is_the_longest_prefix_of_whole_blocks_that_was_computed(
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
-@given(st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=14), st.integers(1, 3), st.integers(2, 12))
+@given(
+    st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=14),
+    st.integers(1, 3),
+    st.integers(2, 12),
+)
 def test_hits_in_a_tiny_pool_hold_what_they_promise_and_failures_change_nothing(
     arrivals: list[tuple[list[int], bool]], block_size: int, num_blocks: int
 ) -> None:

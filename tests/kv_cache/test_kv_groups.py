@@ -1,4 +1,5 @@
-"""Groups that forget: which prefixes may be hit, what is dropped, and how large the pools are, against brute force."""
+"""Groups that forget: which prefixes may be hit, what is dropped, and how large the pools are,
+against brute force."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from tests.scheduler.simulated_worker import Layers
 LONGEST_CHUNK = 20
 groups = st.lists(
     st.builds(
-        Layers, st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9)
+        Layers,
+        st.sampled_from([1, 2, 3, 4, 6]),
+        st.sampled_from(["full", "window", "chunk"]),
+        st.integers(1, 9),
     ),
     min_size=1,
     max_size=3,
@@ -41,14 +45,17 @@ class Contents:
 
     def note(self, request: Request, start: int, end: int) -> None:
         """These tokens of a request were computed."""
-        for group, (layers, block_ids) in enumerate(zip(self.kinds, self.manager.get_block_ids(request.request_id))):
+        for group, (layers, block_ids) in enumerate(
+            zip(self.kinds, self.manager.get_block_ids(request.request_id))
+        ):
             for position in range(start, end):
                 block = block_ids[position // layers.block_size]
                 assert block != NULL_BLOCK_ID
                 self.tokens[group][block] = tuple(request.all_token_ids[: position + 1])
 
     def longest_hit(self, token_ids: list[int]) -> int:
-        """By definition: whole blocks in all groups, and everything that the next token reads is in findable blocks."""
+        """By definition: whole blocks in all groups,
+        and everything that the next token reads is in findable blocks."""
         return max(length for length in range(len(token_ids)) if self._can_be_hit(token_ids, length))
 
     def _can_be_hit(self, token_ids: list[int], length: int) -> bool:
@@ -76,7 +83,8 @@ class Contents:
 def test_a_hit_is_the_longest_prefix_whose_end_is_all_there(
     kinds: list[Layers], arrivals: list[tuple[list[int], int, bool]], sizes: list[int]
 ) -> None:
-    """Prompts in chunks, pools so small that blocks are evicted: exactly what a later token reads must be in blocks."""
+    """Prompts in chunks, pools so small that blocks are evicted:
+    exactly what a later token reads must be in blocks."""
     manager = KVCacheManager([layers.manager(size, LONGEST_CHUNK) for layers, size in zip(kinds, sizes)], 100)
     contents, live = Contents(manager, kinds), list[Request]()
     for index, (tokens, chunk, stays) in enumerate(arrivals):
@@ -89,7 +97,9 @@ def test_a_hit_is_the_longest_prefix_whose_end_is_all_there(
                 end = (place + 1) * layers.block_size
                 is_read = end > layers.first_visible(num_hit)
                 expected = tuple(tokens[:end]) if is_read else None
-                assert contents.tokens[group].get(block.block_id) == expected, "null blocks stand for what is not read"
+                assert contents.tokens[group].get(block.block_id) == expected, (
+                    "null blocks stand for what is not read"
+                )
         before = full_snapshot(manager)
         first = min(chunk, len(tokens) - num_hit)
         if manager.allocate_slots(request, first, num_hit, hits) is None:
@@ -117,7 +127,10 @@ def test_a_hit_is_the_longest_prefix_whose_end_is_all_there(
 
 def full_snapshot(manager: KVCacheManager) -> tuple:
     pools = [
-        ([(block.ref_count, block.block_hash) for block in pool.blocks], [block.block_id for block in pool.free_queue])
+        (
+            [(block.ref_count, block.block_hash) for block in pool.blocks],
+            [block.block_id for block in pool.free_queue],
+        )
         for pool in manager.pools
     ]
     return pools, snapshot(manager)[2:]
@@ -235,7 +248,8 @@ def test_the_integrity_check_finds_a_block_that_was_dropped_too_early() -> None:
         manager.check_integrity([request])
 
 
-# -- how large the pools are ---------------------------------------------------------------------------------------
+# -- how large the pools are
+# ---------------------------------------------------------------------------------------
 
 specs = st.lists(
     st.tuples(st.sampled_from([None, 3, 64, 1000]), st.sampled_from([16, 32, 64]), st.integers(1, 5000)),
@@ -283,7 +297,11 @@ def gemma_3_4b(num_groups: int) -> list[GroupSpec]:
     windowed = tuple(layer for layer in range(34) if layer % 6 != 5)
     of_one_layer = 64 * 2 * 4 * 256 * 2
     if num_groups == 1:
-        return [GroupSpec(kind="full attention", layers=tuple(range(34)), block_size=64, block_bytes=34 * of_one_layer)]
+        return [
+            GroupSpec(
+                kind="full attention", layers=tuple(range(34)), block_size=64, block_bytes=34 * of_one_layer
+            )
+        ]
     return [
         GroupSpec(kind="full attention", layers=full, block_size=64, block_bytes=len(full) * of_one_layer),
         GroupSpec(
@@ -297,7 +315,8 @@ def gemma_3_4b(num_groups: int) -> list[GroupSpec]:
 
 
 def requests_of_max_model_len(sized: list[GroupSpec], limits: PoolLimits) -> float:
-    """How many can be kept at once: each with all its blocks of full attention, and those of its last window."""
+    """How many can be kept at once:
+    each with all its blocks of full attention, and those of its last window."""
     return min((spec.num_blocks - 1) / spec.max_blocks(limits.max_model_len, 1) for spec in sized)
 
 

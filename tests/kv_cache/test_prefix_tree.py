@@ -22,14 +22,18 @@ SIZE, BLOCK_BYTES = 4, 100
 
 
 def engine(num_blocks: int = 60, seats: int = 4, budget: int = 64) -> tuple[Scheduler, KVCacheManager]:
-    manager = KVCacheManager([FullAttentionManager(num_blocks, SIZE)], max_model_len=10_000, min_copied_tokens=2)
+    manager = KVCacheManager(
+        [FullAttentionManager(num_blocks, SIZE)], max_model_len=10_000, min_copied_tokens=2
+    )
     config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=10_000)
     return Scheduler(config, manager), manager
 
 
 def step(scheduler: Scheduler) -> None:
     planned = scheduler.schedule()
-    scheduler.update_from_output(planned, made_up_output(scheduler, planned, lambda request: request.num_tokens % 3))
+    scheduler.update_from_output(
+        planned, made_up_output(scheduler, planned, lambda request: request.num_tokens % 3)
+    )
 
 
 def serve(scheduler: Scheduler, *prompts: list[int], max_tokens: int = 1, salt: str | None = None) -> None:
@@ -64,7 +68,9 @@ def beginnings(texts: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 def by_brute_force(manager: KVCacheManager) -> list[tuple[int, ...]]:
     """The whole text up to the end of each piece."""
     [pool] = manager.pools
-    pieces = {block_id: (parent, tokens) for parent, block_id, tokens in pool.continuations.usable() if tokens}
+    pieces = {
+        block_id: (parent, tokens) for parent, block_id, tokens in pool.continuations.usable() if tokens
+    }
     by_hash = {pool.blocks[block_id].block_hash: block_id for block_id in pieces}
 
     def text(block_id: int) -> tuple[int, ...]:
@@ -82,7 +88,9 @@ def test_the_tree_has_exactly_the_texts_of_the_index(seed: int, num_blocks: int)
     [pool] = manager.pools
     for number in range(60):
         if rng.random() < 0.4 and len(scheduler.requests) < 8:
-            prompt = [rng.randrange(2)] * rng.randint(1, 9) + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+            prompt = [rng.randrange(2)] * rng.randint(1, 9) + [
+                rng.randrange(3) for _ in range(rng.randint(1, 9))
+            ]
             scheduler.add_request(Request(make_engine_request(f"r{number}", prompt, rng.randint(1, 9))))
         step(scheduler)
         tree = tree_of(manager)
@@ -91,7 +99,9 @@ def test_the_tree_has_exactly_the_texts_of_the_index(seed: int, num_blocks: int)
         assert len(set(texts)) == len(texts) and tree.num_blocks_left_out == 0
         in_index = [block for block in pool.blocks if block.block_id in pool.continuations]
         equal = {twin.block_id for block in in_index for twin in pool.blocks_under(block.block_hash)}
-        assert sum(node.num_blocks for node in tree.nodes) == len(equal | {block.block_id for block in in_index})
+        assert sum(node.num_blocks for node in tree.nodes) == len(
+            equal | {block.block_id for block in in_index}
+        )
         assert all(node.num_bytes == node.num_blocks * BLOCK_BYTES for node in tree.nodes)
         for place, node in enumerate(tree.nodes):
             children = children_of(tree, place)
@@ -115,7 +125,9 @@ def test_users_are_the_requests_that_hold_a_prefix() -> None:
     shared = [7] * 8
     serve(scheduler, [*shared, 1])
     for number in range(3):
-        scheduler.add_request(Request(make_engine_request(f"user {number}", [*shared, *[10 + number] * 4], 5)))
+        scheduler.add_request(
+            Request(make_engine_request(f"user {number}", [*shared, *[10 + number] * 4], 5))
+        )
     step(scheduler)
     step(scheduler)
     tree = tree_of(manager)

@@ -70,12 +70,19 @@ class BadProducer(LookupServer):
     """A producer that has proved itself, announces the blocks of prompts, and answers in a way of its own."""
 
     def __init__(
-        self, llm: LLM, address: str, prompts: Sequence[list[int]], answer: Callable[[Pipe, list[bytes], int], None]
+        self,
+        llm: LLM,
+        address: str,
+        prompts: Sequence[list[int]],
+        answer: Callable[[Pipe, list[bytes], int], None],
     ) -> None:
         context = scheduler_side(llm).context
         self.block_bytes = sum(group.block_bytes for group in context.groups)
         keys = list(dict.fromkeys(key for prompt in prompts for key in block_keys(prompt)))
-        buffer, zeros = LookupBuffer(self.block_bytes * len(keys)), torch.zeros(self.block_bytes, dtype=torch.uint8)
+        buffer, zeros = (
+            LookupBuffer(self.block_bytes * len(keys)),
+            torch.zeros(self.block_bytes, dtype=torch.uint8),
+        )
         buffer.insert([(key, zeros) for key in keys], lambda: None, self.block_bytes)
         self._behave = answer
         super().__init__(Address.parse(address), Gate.of(context, 0), buffer)

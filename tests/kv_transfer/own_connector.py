@@ -1,4 +1,5 @@
-"""A worked example: a connector of one's own, by public names. Blocks lie in a dictionary that engines share."""
+"""A worked example: a connector of one's own, by public names.
+Blocks lie in a dictionary that engines share."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SHELF: dict[bytes, Tensor] = {}
 
 
 class ShelfOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """delay: seconds that a block takes to come. broken: how many of the first blocks asked for are not to be had."""
+    """delay: seconds that a block takes to come.
+    broken: how many of the first blocks asked for are not to be had."""
 
     delay: float = 0.0
     broken: int = 0

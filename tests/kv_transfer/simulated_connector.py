@@ -1,4 +1,5 @@
-"""A connector whose blocks are hashes of what should be in them, and whose transport does whatever a test wants."""
+"""A connector whose blocks are hashes of what should be in them,
+and whose transport does whatever a test wants."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ Contents = tuple[list[int | None], ...]
 
 
 class SimulatedStore(BlockStore):
-    """Scheduler's side. Names stay known when contents were lost, until a load fails. sends_every: which of the
-    requests that end are still read afterwards. lacks: a third of all blocks is never saved here: 0, 1 or 2."""
+    """Scheduler's side. Names stay known when contents were lost, until a load fails. sends_every: which of
+    the requests that end are still read afterwards. lacks: a third of all blocks is never saved here: 0, 1 or
+    2."""
 
     def __init__(
         self, block_size: int, sends_every: int = 0, groups: Sequence[GroupSpec] = (), num_ranks: int = 1
@@ -68,8 +70,8 @@ class SimulatedStore(BlockStore):
 
 @dataclass
 class Transport:
-    """Worker's side: what is stored, what is on its way, and what was reported before. valid: of each load, what the
-    ranks that are done have reported; done_sending: of each send, how many ranks are done."""
+    """Worker's side: what is stored, what is on its way, and what was reported before. valid: of each load,
+    what the ranks that are done have reported; done_sending: of each send, how many ranks are done."""
 
     worker: SimulatedWorker
     store: SimulatedStore
@@ -87,14 +89,18 @@ class Transport:
         for save in metadata.saves if metadata else ():
             for index, key in enumerate(save.keys):
                 contents = tuple(self._read(group, ids[index]) for group, ids in enumerate(save.block_ids))
-                assert all(None not in own and GARBAGE not in own for own in contents), "saved before it was computed"
+                assert all(None not in own and GARBAGE not in own for own in contents), (
+                    "saved before it was computed"
+                )
                 assert self.stored.setdefault(key, contents) == contents, "one hash, two contents"
                 self.store.names.add(key)
         self.loads += metadata.loads if metadata else ()
 
     def start_sends(self) -> None:
         for request_id, block_ids in self.store.sent:
-            contents = tuple([slot for one in ids for slot in self._read(g, one)] for g, ids in enumerate(block_ids))
+            contents = tuple(
+                [slot for one in ids for slot in self._read(g, one)] for g, ids in enumerate(block_ids)
+            )
             self.sends.append((request_id, block_ids, contents))
         self.store.sent = []
 
@@ -106,8 +112,9 @@ class Transport:
                     self._write(group, block_id, None)
 
     def carry(self, choice: int, num_good: int) -> KVConnectorOutput:
-        """One rank ends a load: its first blocks arrive, the next ones are broken, and what was lost from the store is
-        lost. The blocks hold what they should as far as they do with all ranks, and not before the last one is done."""
+        """One rank ends a load: its first blocks arrive, the next ones are broken, and what was lost from the
+        store is lost. The blocks hold what they should as far as they do with all ranks, and not before the
+        last one is done."""
         load = self.loads[choice % len(self.loads)]
         own = [key in self.stored for key in load.keys[:num_good]] + [False]
         valid = self.valid.setdefault(load.transfer_id, [])
@@ -161,7 +168,9 @@ class SimulatedMulti(MultiScheduler):
     """Two stores, each of which lacks another third of the blocks, as one connector."""
 
     def __init__(self, block_size: int, sends_every: int = 0, num_ranks: int = 1) -> None:
-        self.stores = [SimulatedStore(block_size, sends_every and sends_every + n, (), num_ranks) for n in range(2)]
+        self.stores = [
+            SimulatedStore(block_size, sends_every and sends_every + n, (), num_ranks) for n in range(2)
+        ]
         for index, store in enumerate(self.stores):
             store.lacks = index
         super().__init__(self.stores[0].context)

@@ -1,10 +1,12 @@
-"""How fast what connectors keep comes back (--benchmark-only): TTFT against computing, compiled, in one engine.
+"""How fast what connectors keep comes back (--benchmark-only):
+TTFT against computing, compiled, in one engine.
 
     python -m pytest -n 0 --benchmark-only tests/kv_transfer/test_bench_connectors.py
 
-A model of SmolLM2-135M's shape with random weights. Engines answer in turn with the same prompts. One computes; the
-others have forgotten on the device what they or their producer have computed before, and bring it. Bytes per second
-are those of the loads, beside a plain copy in memory. LMCache needs a server: ``LMCACHE_URL=lm://host:port``.
+A model of SmolLM2-135M's shape with random weights. Engines answer in turn with the same prompts. One
+computes; the others have forgotten on the device what they or their producer have computed before, and bring
+it. Bytes per second are those of the loads, beside a plain copy in memory. LMCache needs a server:
+``LMCACHE_URL=lm://host:port``.
 
 Without --benchmark-only a tiny model does the same once, eager, and nothing is timed.
 """
@@ -82,10 +84,19 @@ def test_bench_what_comes_back(
     if is_timed:
         path = save_tiny_model(tmp_path / "model", "llama", SMOLLM2, dtype="bfloat16")
         lengths, size = (256, 2048, 8192), 64
-        settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8256, "num_gpu_blocks_override": 300}
+        settings: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": 8256,
+            "num_gpu_blocks_override": 300,
+        }
     else:
         path, lengths, size = tiny_model("llama"), (24, 48), 8
-        settings = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "num_gpu_blocks_override": 40}
+        settings = {
+            "dtype": "float32",
+            "max_model_len": 64,
+            "enforce_eager": True,
+            "num_gpu_blocks_override": 40,
+        }
     prompts = {length: Random(length).choices(range(3, 200), k=length) for length in lengths}
     seconds: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
@@ -95,7 +106,9 @@ def test_bench_what_comes_back(
                 LLM(str(path), block_size=size, max_num_seqs=4, kv_transfer_config=config, **settings)
             )
 
-        engines = {name: [start(config) for config in pair] for name, pair in configurations(tmp_path).items()}
+        engines = {
+            name: [start(config) for config in pair] for name, pair in configurations(tmp_path).items()
+        }
         plain = start(None)
         for prompt in prompts.values():
             seconds_to_first_token(plain, prompt)
@@ -105,7 +118,9 @@ def test_bench_what_comes_back(
 
             def is_there(llm: LLM = own[-1]) -> bool:
                 forget(llm)
-                return all(seconds_to_first_token(llm, prompts[n])[1] == (n - 1) // size * size for n in lengths)
+                return all(
+                    seconds_to_first_token(llm, prompts[n])[1] == (n - 1) // size * size for n in lengths
+                )
 
             try:
                 wait_until(is_there, 120)
@@ -125,7 +140,9 @@ def test_bench_what_comes_back(
         benchmark.pedantic(compare, rounds=ROUNDS if is_timed else 1)
         tiers = {name: own[-1].get_metrics().kv_transfer[0] for name, own in engines.items()}
     medians = {place: statistics.median(values) for place, values in seconds.items()}
-    copied = copy_bandwidth(torch.device("cpu"), 2**28) / 2e9 if is_timed else 1.0  # it counts reading and writing
+    copied = (
+        copy_bandwidth(torch.device("cpu"), 2**28) / 2e9 if is_timed else 1.0
+    )  # it counts reading and writing
     with capsys.disabled():
         for name, tier in tiers.items() if is_timed else ():
             speed = tier.num_loaded_blocks * tier.block_bytes / tier.load_seconds / 1e9

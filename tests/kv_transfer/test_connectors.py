@@ -72,7 +72,9 @@ class Row:
     uses_adapters: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.connector, self.model, *self.settings, *(["adapters"] if self.uses_adapters else [])])
+        return "-".join(
+            [self.connector, self.model, *self.settings, *(["adapters"] if self.uses_adapters else [])]
+        )
 
 
 NGRAM = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "verification_cost": 0.0}}
@@ -97,7 +99,8 @@ def adapter(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def lives(llm: LLM, adapter: LoRARequest | None, seed: int, num_aborts: int) -> dict[str, list[int]]:
-    """Every prompt greedy and seeded, with and without a salt and an adapter, in a random order; some are aborted."""
+    """Every prompt greedy and seeded, with and without a salt and an adapter, in a random order;
+    some are aborted."""
     random, engine, answers = Random(seed), llm.llm_engine, {}
     adapted, num_prompts = ((0,), len(PROMPTS)) if adapter is None else ((0, 1), 3)
     wanted = list(itertools.product(range(num_prompts), (0, 1), (None, "tenant"), adapted))
@@ -166,7 +169,10 @@ def test_what_the_device_forgot_comes_back_from_host_memory(tiny_model: TinyMode
 
 def test_a_preempted_request_comes_back_from_host_memory(tiny_model: TinyModel) -> None:
     """Both answers grow until one has to go; what it had is not computed again."""
-    prompts, params = [PROMPTS[2], PROMPTS[1]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts, params = (
+        [PROMPTS[2], PROMPTS[1]],
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    )
     results = []
     for config in (None, OFFLOAD):
         with tiny_llm(
@@ -203,7 +209,9 @@ def test_a_finished_load_wakes_the_core_and_nobody_polls(tiny_model: TinyModel) 
         assert len(steps) <= 12 + 4, "a step for each token, and a few around the load of 0.8 s"
 
 
-def test_what_does_not_arrive_is_recomputed_or_fails_as_the_policy_says(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_what_does_not_arrive_is_recomputed_or_fails_as_the_policy_says(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """The second of four blocks is broken: the first one is kept."""
     model = tiny_model("llama")
     with tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
@@ -255,7 +263,10 @@ def test_a_sleeping_engine_gives_its_cache_back_and_travels_again_when_awake(tin
         ({**OFFLOAD, "kv_role": "kv_producer"}, "keeps blocks for its own engine"),
         ({**OFFLOAD, "kv_load_failure_policy": "retry"}, "must be one of recompute, fail"),
         ({**OFFLOAD, "kv_connector_extra_config": {"bytes": 1}}, "may hold: cpu_bytes_to_use"),
-        ({**OFFLOAD, "kv_connector_extra_config": {"cpu_bytes_to_use": 10}}, "one block of 8 tokens takes 6144"),
+        (
+            {**OFFLOAD, "kv_connector_extra_config": {"cpu_bytes_to_use": 10}},
+            "one block of 8 tokens takes 6144",
+        ),
         ({"kv_connector": "SharedStorageConnector"}, "shared_storage_path"),
         ({"kv_connector": "tests.kv_transfer.own_connector:SHELF"}, "subclass of minivllm.KVConnector"),
         ({"kv_connector": "nowhere:Nothing"}, "cannot be imported"),
@@ -271,7 +282,9 @@ def test_a_connector_wants_the_prefix_cache(tiny_model: TinyModel) -> None:
         tiny_llm(tiny_model("llama"), kv_transfer_config=OFFLOAD, enable_prefix_caching=False)
 
 
-def test_transfers_are_spans_of_a_trace_and_loads_are_seen_in_steps(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_transfers_are_spans_of_a_trace_and_loads_are_seen_in_steps(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     config = {**storage(tmp_path / "blocks"), "kv_role": "kv_both"}
     with tiny_llm(tiny_model("llama"), kv_transfer_config=config, profile=str(tmp_path / "traces")) as llm:
         run(llm, [PROMPTS[2]], GREEDY)

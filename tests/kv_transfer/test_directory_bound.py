@@ -48,7 +48,12 @@ def test_what_was_used_longest_ago_goes_first_whichever_model_it_is_of(tmp_path:
 def test_nothing_but_block_files_is_counted_or_deleted(tmp_path: Path) -> None:
     old = block(tmp_path, 1)
     folder, large = old.parent, bytes(5000)
-    foreign = [folder / "notes.txt", tmp_path / "m" / old.name, tmp_path / old.name, folder / "model.safetensors"]
+    foreign = [
+        folder / "notes.txt",
+        tmp_path / "m" / old.name,
+        tmp_path / old.name,
+        folder / "model.safetensors",
+    ]
     for path in foreign:
         path.write_bytes(large)
         os.utime(path, (1, 1))
@@ -66,7 +71,9 @@ def test_nothing_but_block_files_is_counted_or_deleted(tmp_path: Path) -> None:
     bound = DirectoryBound(tmp_path, 250)  # 200 are there: the block, and what is being written
     assert bound.reserve(50) and old.exists()
     assert bound.reserve(50) and not old.exists()
-    assert all(path.exists() for path in [*foreign, outside, link, being_written]) and not left_behind.exists()
+    assert (
+        all(path.exists() for path in [*foreign, outside, link, being_written]) and not left_behind.exists()
+    )
 
 
 WRITER = """
@@ -141,7 +148,9 @@ def test_an_engine_keeps_the_bound_and_finds_what_is_left(tiny_model: TinyModel,
         assert run(llm, [last], GREEDY)[0].num_cached_tokens == 32
 
 
-@pytest.mark.parametrize(("max_bytes", "message"), [(0, "at least 1"), (100, "one block of 8 tokens takes 6144")])
+@pytest.mark.parametrize(
+    ("max_bytes", "message"), [(0, "at least 1"), (100, "one block of 8 tokens takes 6144")]
+)
 def test_a_bound_without_room_for_a_block_is_refused(
     tiny_model: TinyModel, tmp_path: Path, max_bytes: int, message: str
 ) -> None:

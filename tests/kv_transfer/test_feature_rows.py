@@ -1,8 +1,8 @@
 """Every connector with the rows of features that contain every pair: answers are those of the plain engine.
 
-An engine answers, forgets, and answers again with what the connector kept; or a producer answers, and a consumer takes
-its blocks. Other requests come beside those that count and are aborted at any step, on both sides. Blocks are evicted
-at random from the devices and from what the connector keeps.
+An engine answers, forgets, and answers again with what the connector kept; or a producer answers, and a
+consumer takes its blocks. Other requests come beside those that count and are aborted at any step, on both
+sides. Blocks are evicted at random from the devices and from what the connector keeps.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FILLERS = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """Where an engine's blocks go. configurations: of a directory and LMCache's address, that of a producer and that of
-    a consumer, or of one engine. package: without it the connector is not tried."""
+    """Where an engine's blocks go. configurations: of a directory and LMCache's address, that of a producer
+    and that of a consumer, or of one engine. package: without it the connector is not tried."""
 
     name: str
     configurations: Callable[[Path, str], list[dict[str, Any]]]
@@ -122,7 +122,8 @@ def check(engines: Engines, reference: Reference, row: Row, configurations: Sequ
     settings = {**engine_settings(row), "enable_prefix_caching": True}
     with ExitStack() as stack:
         llms = [
-            stack.enter_context(engines.make({**settings, "kv_transfer_config": config})) for config in configurations
+            stack.enter_context(engines.make({**settings, "kv_transfer_config": config}))
+            for config in configurations
         ]
         for llm in (llms[0], llms[-1]):
             if any(feature.is_seen_before for feature in row):

@@ -1,6 +1,8 @@
-"""An engine is killed with -9 at a named moment of a transfer: the one that is left answers as if it had been alone.
+"""An engine is killed with -9 at a named moment of a transfer:
+the one that is left answers as if it had been alone.
 
-The engine that dies is a process of its own. A function of it is replaced by its death, at the first or a later call.
+The engine that dies is a process of its own.
+A function of it is replaced by its death, at the first or a later call.
 """
 
 from __future__ import annotations
@@ -129,7 +131,10 @@ def by_pair(through_pipes: list[Death], through_nixl: list[Death]) -> Any:
         ("pair", "death"),
         [
             *(pytest.param(pipes, death, id=death.moment) for death in through_pipes),
-            *(pytest.param(in_place, death, id=f"NIXL, {death.moment}", marks=needs_nixl) for death in through_nixl),
+            *(
+                pytest.param(in_place, death, id=f"NIXL, {death.moment}", marks=needs_nixl)
+                for death in through_nixl
+            ),
         ],
     )
 
@@ -226,7 +231,8 @@ def test_a_producer_outlives_its_consumer_and_serves_the_next_one(
 
 
 def check_store(model: Path, config: dict[str, Any], death: Death, expected: list[int]) -> None:
-    """Two engines come after the one that died: the first finds what is whole, the second finds everything."""
+    """Two engines come after the one that died:
+    the first finds what is whole, the second finds everything."""
     with doomed(model, config, death) as one:
         one.answer_until_it_dies()
     found = []

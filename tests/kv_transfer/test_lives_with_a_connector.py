@@ -1,6 +1,8 @@
-"""Random lives of many requests whose keys and values travel: no foreign block, no leaked block, every answer right.
+"""Random lives of many requests whose keys and values travel:
+no foreign block, no leaked block, every answer right.
 
-The transport delays, repeats, loses and breaks what it carries, and dies. The rest is the machine of the scheduler.
+The transport delays, repeats, loses and breaks what it carries, and dies.
+The rest is the machine of the scheduler.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def smallest_pool(layers: Layers, longest_chunk: int) -> int:
 
 
 class ConnectorMachine(SchedulerMachine):
-    """The scheduler's machine with a connector. is_alone: with one worker, and no other connector beside it."""
+    """The scheduler's machine with a connector.
+    is_alone: with one worker, and no other connector beside it."""
 
     store: SimulatedStore | SimulatedMulti
     transport: Transport | MultiTransport
@@ -45,7 +48,11 @@ class ConnectorMachine(SchedulerMachine):
         max_num_seqs=st.integers(1, 5),
         block_size=st.integers(1, 3),
         kinds=st.lists(
-            st.tuples(st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9), st.just(0) | st.integers(4, 14)),
+            st.tuples(
+                st.sampled_from(["full", "window", "chunk"]),
+                st.integers(1, 9),
+                st.just(0) | st.integers(4, 14),
+            ),
             min_size=1,
             max_size=3,
         ),
@@ -181,12 +188,18 @@ TestLivesWithAConnectorLong.settings = settings(
 )
 
 
-def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] = ConnectorMachine) -> ConnectorMachine:
+def busy_life(
+    seed: int, num_actions: int, make_machine: type[ConnectorMachine] = ConnectorMachine
+) -> ConnectorMachine:
     """The same machine under load: few blocks, few different prompts, so that much of it travels."""
     random = Random(seed)
     life = make_machine()
     full = ("full", 1, random.choice([0, random.randint(7, 18)]))
-    local = (random.choice(["window", "chunk"]), random.randint(1, 9), random.choice([0, random.randint(6, 14)]))
+    local = (
+        random.choice(["window", "chunk"]),
+        random.randint(1, 9),
+        random.choice([0, random.randint(6, 14)]),
+    )
     kinds = random.choice([[full], [full, local], [local]])
     life.start(
         policy=random.choice(["fcfs", "priority"]),
@@ -270,13 +283,17 @@ def test_many_busy_lives_keep_every_invariant(first_seed: int) -> None:
 def test_a_load_always_finds_room_in_a_free_pool_that_fits_its_request(
     kind: Literal["full", "window", "chunk"],
 ) -> None:
-    """Every reach, chunk, block size, hit and load: with nothing else in the pool, no request waits for ever."""
+    """Every reach, chunk, block size, hit and load:
+    with nothing else in the pool, no request waits for ever."""
     num_cases = 0
     for reach, longest_chunk, size in product(range(1, 10), (1, 4), (1, 2)):
         layers = Layers(size, kind, reach)
         for hit, end in combinations(range(0, MAX_MODEL_LEN, size), 2):
             groups = [layers.manager(smallest_pool(layers, longest_chunk), longest_chunk)]
-            manager, request = KVCacheManager(groups, MAX_MODEL_LEN), Request(make_engine_request("r", [1] * 16))
+            manager, request = (
+                KVCacheManager(groups, MAX_MODEL_LEN),
+                Request(make_engine_request("r", [1] * 16)),
+            )
             pool, first = manager.pools[0], groups[0].first_read(hit) // size
             blocks = pool.get_new_blocks(hit // size - first)
             pool.free_blocks(blocks)
@@ -284,7 +301,9 @@ def test_a_load_always_finds_room_in_a_free_pool_that_fits_its_request(
             taken = take_for_load(manager, request, hits, hit, end - hit, reserved=[0])
             assert taken is not None, f"{layers}, {hit} tokens cached, {end - hit} to load"
             table = [block.block_id for block in hits[0] + taken[0]]
-            assert NULL_BLOCK_ID not in table[layers.first_visible(end) // size :], "the next token reads these"
+            assert NULL_BLOCK_ID not in table[layers.first_visible(end) // size :], (
+                "the next token reads these"
+            )
             num_cases += 1
     assert num_cases > 2000
 

@@ -1,7 +1,7 @@
 """Blocks in LMCache's server: other engines find them, and whatever goes wrong is recomputed in time.
 
-The server here is a few lines of our own with the same messages. Where LMCACHE_PYTHON names a Python that can import
-lmcache, its own server is tried as well.
+The server here is a few lines of our own with the same messages. Where LMCACHE_PYTHON names a Python that can
+import lmcache, its own server is tried as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ NUM_BLOCKS = (len(PROMPT) - 1) // 8
 
 
 class Server:
-    """LMCache's, in short. kept: by name. behave: called with each name that is asked for; may raise to hang up."""
+    """LMCache's, in short. kept: by name.
+    behave: called with each name that is asked for; may raise to hang up."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -64,7 +65,9 @@ class Server:
                     command, num_bytes, kind, dtype, _, size, *_, name = REQUEST.unpack(request)
                     name = name.decode().rstrip()
                     model, world, rank, block, values = name.split("@")
-                    assert (kind, dtype, size, values) == (4, 6, num_bytes, "uint8") and int(rank) < int(world)
+                    assert (kind, dtype, size, values) == (4, 6, num_bytes, "uint8") and int(rank) < int(
+                        world
+                    )
                     assert model.startswith("minivllm-") and int(block, 16) >= 0
                     self.behave(name)
                     if command == 1:
@@ -124,10 +127,14 @@ def test_tokens_are_those_of_one_engine_and_another_one_finds_the_blocks(
             stats = transferred(llm)
             assert stats.num_failed_blocks == 0
     assert stats.num_loaded_blocks > 0
-    assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+    assert [output.num_cached_tokens for output in outputs] == [
+        (len(prompt) - 1) // 8 * 8 for prompt in PROMPTS
+    ]
 
 
-def test_weights_of_another_model_have_other_names(tiny_model: TinyModel, server: Server, plain: list[int]) -> None:
+def test_weights_of_another_model_have_other_names(
+    tiny_model: TinyModel, server: Server, plain: list[int]
+) -> None:
     with tiny_llm(tiny_model("llama"), kv_transfer_config=lmcache(server.url)) as llm:
         assert answer(llm) == (plain, 0)
         llm.update_weights(str(tiny_model("llama")))
@@ -242,7 +249,9 @@ def test_while_a_server_hangs_others_go_on_and_nobody_polls(
         answers: dict[str, list[int]] = {}
 
         def step() -> None:
-            answers.update({one.request_id: list(one.outputs[0].token_ids) for one in engine.step() if one.finished})
+            answers.update(
+                {one.request_id: list(one.outputs[0].token_ids) for one in engine.step() if one.finished}
+            )
 
         engine.add_request("writes", {"prompt_token_ids": PROMPTS[3][:5]}, GREEDY)
         step()
@@ -302,7 +311,9 @@ def test_every_worker_has_its_own_part_and_another_tier_may_come_first(
     with virtual_llm(**given, kv_transfer_config=lmcache(server.url)) as llm:
         [output] = llm.generate([DIVIDED_PROMPTS[3]], GREEDY, use_tqdm=False)
         assert output.num_cached_tokens == 64
-        server.kept.pop(next(name for name in server.kept if f"@2@1@{block_keys(prompt(), 16)[1].hex()}" in name))
+        server.kept.pop(
+            next(name for name in server.kept if f"@2@1@{block_keys(prompt(), 16)[1].hex()}" in name)
+        )
         assert llm.reset_prefix_cache()
         [output] = llm.generate([DIVIDED_PROMPTS[3]], GREEDY, use_tqdm=False)
         assert output.num_cached_tokens == 16, "one rank lacks the second block"
@@ -332,14 +343,18 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(
         tiny_llm(tiny_model("llama"), kv_transfer_config=config)
 
 
-def test_the_length_of_a_block_is_that_of_its_contents_and_the_seal(tiny_model: TinyModel, server: Server) -> None:
+def test_the_length_of_a_block_is_that_of_its_contents_and_the_seal(
+    tiny_model: TinyModel, server: Server
+) -> None:
     with tiny_llm(tiny_model("llama"), kv_transfer_config=lmcache(server.url)) as llm:
         answer(llm)
         size = transferred(llm).block_bytes
     assert {len(data) for data in server.kept.values()} == {size + SEAL_BYTES}
 
 
-@pytest.mark.skipif("LMCACHE_PYTHON" not in os.environ, reason="needs LMCACHE_PYTHON, a Python that has lmcache")
+@pytest.mark.skipif(
+    "LMCACHE_PYTHON" not in os.environ, reason="needs LMCACHE_PYTHON, a Python that has lmcache"
+)
 def test_lmcaches_own_server_keeps_blocks_for_another_engine(
     tiny_model: TinyModel, plain: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,7 +377,9 @@ def test_lmcaches_own_server_keeps_blocks_for_another_engine(
                 with tiny_llm(tiny_model("llama"), kv_transfer_config=config) as llm:
                     assert answer(llm) == (plain, num_found)
         assert "has failed" not in caplog.text
-        with virtual_llm(**arguments(tiny_model("llama"), tensor_parallel_size=2, kv_transfer_config=config)) as llm:
+        with virtual_llm(
+            **arguments(tiny_model("llama"), tensor_parallel_size=2, kv_transfer_config=config)
+        ) as llm:
             tokens = answers(llm, num_tokens=4)
             assert llm.reset_prefix_cache() and answers(llm, num_tokens=4) == tokens
             assert transferred(llm).num_loaded_blocks > 0 and transferred(llm).num_failed_blocks == 0

@@ -1,4 +1,5 @@
-"""Blocks from one engine to another: tokens are those of one engine, and whatever goes wrong is recomputed."""
+"""Blocks from one engine to another:
+tokens are those of one engine, and whatever goes wrong is recomputed."""
 
 from __future__ import annotations
 
@@ -105,7 +106,16 @@ def test_blocks_come_over_tcp_and_tls_from_whom_the_consumer_trusts(
 ) -> None:
     path = tiny_model("llama")
     for name in ("own", "other"):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+        ]
         command += ["-keyout", f"{tmp_path}/{name}.key", "-out", f"{tmp_path}/{name}.pem", "-days", "2"]
         command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -150,8 +160,11 @@ def test_two_engines_that_are_both_find_each_others_blocks(tiny_model: TinyModel
         assert [list(output.outputs[0].token_ids)] == mine and output.num_cached_tokens == 24
 
 
-def test_blocks_come_from_several_producers_also_for_one_prompt(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The second producer found nothing of the first one's, so both have the beginning; only one has the end."""
+def test_blocks_come_from_several_producers_also_for_one_prompt(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The second producer found nothing of the first one's, so both have the beginning;
+    only one has the end."""
     path, places = tiny_model("llama"), [unix(tmp_path, "a"), unix(tmp_path, "b")]
     with (
         tiny_llm(path, kv_transfer_config=producer(places[0])) as one,
@@ -164,7 +177,9 @@ def test_blocks_come_from_several_producers_also_for_one_prompt(tiny_model: Tiny
         wait_for_blocks(asking, KEYS)
         assert scheduler_side(asking).where(KEYS) == [0, 0, 1, 1]
         [output] = run(asking, [PROMPT], GREEDY)
-        assert [list(output.outputs[0].token_ids)] == tokens(plain, [PROMPT]) and output.num_cached_tokens == 32
+        assert [list(output.outputs[0].token_ids)] == tokens(
+            plain, [PROMPT]
+        ) and output.num_cached_tokens == 32
 
 
 def test_a_consumer_may_have_other_tiers_besides(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -331,12 +346,19 @@ def test_a_handshake_that_fails_is_said_once_and_nothing_travels(
             "another key_file ": (path, {}, {}),
             "another model, version or settings": (tiny_model("mistral"), {"key_file": key_file}, {}),
             "another model, version or settings ": (path, {"key_file": key_file}, {"block_size": 16}),
-            "another model, version or settings  ": (path, {"key_file": key_file}, {"kv_cache_dtype": "bfloat16"}),
+            "another model, version or settings  ": (
+                path,
+                {"key_file": key_file},
+                {"kv_cache_dtype": "bfloat16"},
+            ),
         }
         for sentence, (model, extra, settings) in strangers.items():
             caplog.clear()
             config = consumer(own, **extra)
-            with caplog.at_level(logging.INFO), tiny_llm(model, kv_transfer_config=config, **settings) as second:
+            with (
+                caplog.at_level(logging.INFO),
+                tiny_llm(model, kv_transfer_config=config, **settings) as second,
+            ):
                 wait_until(lambda: "turned away" in caplog.text)
                 time.sleep(0.2)  # a few more attempts
                 [output] = run(second, [PROMPT], GREEDY)
@@ -354,14 +376,21 @@ def test_strangers_cannot_disturb_a_producer(tiny_model: TinyModel, tmp_path: Pa
     place = own.removeprefix("unix://")
     with tiny_llm(path, kv_transfer_config=producer(own, key_file=key_file)) as first:
         expected = tokens(first, [PROMPT])
-        for data in (b"GET / HTTP/1.1\r\n\r\n" * 50, os.urandom(5000), b"", struct.pack("<I", 2**32 - 1) * 100):
+        for data in (
+            b"GET / HTTP/1.1\r\n\r\n" * 50,
+            os.urandom(5000),
+            b"",
+            struct.pack("<I", 2**32 - 1) * 100,
+        ):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(place)
                 stranger.sendall(data)
                 stranger.shutdown(socket.SHUT_WR)
                 stranger.settimeout(10)
                 received = b""
-                with contextlib.suppress(ConnectionResetError):  # it was hung up on while it was still talking
+                with contextlib.suppress(
+                    ConnectionResetError
+                ):  # it was hung up on while it was still talking
                     while piece := stranger.recv(4096):
                         received += piece
                 assert len(received) <= 40 + 65, "nothing but the handshake"
@@ -384,7 +413,9 @@ def test_strangers_cannot_disturb_a_producer(tiny_model: TinyModel, tmp_path: Pa
     assert not Path(place).exists()
 
 
-def test_a_socket_that_a_killed_producer_left_behind_is_replaced_and_one_in_use_is_not(tmp_path: Path) -> None:
+def test_a_socket_that_a_killed_producer_left_behind_is_replaced_and_one_in_use_is_not(
+    tmp_path: Path,
+) -> None:
     address = Address.parse(unix(tmp_path))
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(address.path)

@@ -1,4 +1,5 @@
-"""The buffer between two engines under random lives: its bound, its order, and what consumers believe of it."""
+"""The buffer between two engines under random lives:
+its bound, its order, and what consumers believe of it."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ class Consumer(SimulatedStore):
 
 @dataclass
 class ThroughBuffer(Transport):
-    """What is saved goes into a buffer of a few blocks; what is in it is heard of one step later, or never."""
+    """What is saved goes into a buffer of a few blocks;
+    what is in it is heard of one step later, or never."""
 
     buffer: LookupBuffer = field(default_factory=lambda: LookupBuffer(16))
     news: PendingNews = field(default_factory=PendingNews)

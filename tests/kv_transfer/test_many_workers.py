@@ -62,7 +62,9 @@ def test_what_the_parts_of_uneven_workers_bring_back_gives_the_same_tokens(
 def test_a_block_that_one_rank_lacks_is_missing_and_one_that_it_has_damaged_fails_for_all(
     uneven: Path, tmp_path: Path
 ) -> None:
-    given = arguments(uneven, tensor_parallel_size=2, kv_transfer_config=storage(tmp_path), num_gpu_blocks_override=40)
+    given = arguments(
+        uneven, tensor_parallel_size=2, kv_transfer_config=storage(tmp_path), num_gpu_blocks_override=40
+    )
     with virtual_llm(**given) as llm:
         expected = answers(llm)
     [folder] = {path.parent for path in parts(tmp_path, 1)}
@@ -85,7 +87,9 @@ def test_a_block_that_one_rank_lacks_is_missing_and_one_that_it_has_damaged_fail
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
 )
-def test_worker_processes_find_what_those_of_another_engine_saved(uneven: Path, tmp_path: Path, layout: str) -> None:
+def test_worker_processes_find_what_those_of_another_engine_saved(
+    uneven: Path, tmp_path: Path, layout: str
+) -> None:
     config = several(OFFLOAD, storage(tmp_path))
     given = arguments(uneven, kv_transfer_config=config, **{layout: 2})
     with virtual_llm(**given) as llm:

@@ -12,7 +12,15 @@ from minivllm import LLM, EngineArgs, register_connector
 from minivllm.errors import ConfigError
 from minivllm.messages import KVTransferStats
 from tests.kv_transfer.own_connector import ShelfConnector
-from tests.kv_transfer.test_connectors import GREEDY, OFFLOAD, PROMPTS, block_files, lives, plain_answers, storage
+from tests.kv_transfer.test_connectors import (
+    GREEDY,
+    OFFLOAD,
+    PROMPTS,
+    block_files,
+    lives,
+    plain_answers,
+    storage,
+)
 from tests.parity_reference import run, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -53,8 +61,15 @@ def test_a_hit_begins_in_one_tier_and_goes_on_in_the_next(tiny_model: TinyModel,
         assert in_host == host_loaded >= 1 and in_files == files_loaded >= 1 and in_host + in_files == 4
         found = tiers(llm)
         assert list(found) == ["OffloadingConnector", "SharedStorageConnector"]
-        assert found["OffloadingConnector"].num_saved_blocks > 0 < found["SharedStorageConnector"].num_saved_blocks
-        assert found["SharedStorageConnector"].num_loads == 1 and found["SharedStorageConnector"].load_seconds > 0
+        assert (
+            found["OffloadingConnector"].num_saved_blocks
+            > 0
+            < found["SharedStorageConnector"].num_saved_blocks
+        )
+        assert (
+            found["SharedStorageConnector"].num_loads == 1
+            and found["SharedStorageConnector"].load_seconds > 0
+        )
         assert llm.reset_prefix_cache()  # and what the host has, but not the files
         run(llm, [PROMPT], GREEDY)
         assert blocks(llm)[0][0] == in_host and blocks(llm)[1][0] == in_files + 4

@@ -1,4 +1,5 @@
-"""New weights in an engine that saves keys and values: nothing of the old ones is ever found with the new ones."""
+"""New weights in an engine that saves keys and values:
+nothing of the old ones is ever found with the new ones."""
 
 from __future__ import annotations
 
@@ -97,9 +98,20 @@ def test_weights_that_do_not_fit_leave_the_blocks_as_they_were(model: Path, tmp_
 
 
 def test_all_workers_get_new_folders(model: Path, other: Path, tmp_path: Path) -> None:
-    settings = {"dtype": "float32", "device": "cpu", "enforce_eager": True, "block_size": 8, "max_model_len": 64}
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "enforce_eager": True,
+        "block_size": 8,
+        "max_model_len": 64,
+    }
     config = storage(tmp_path / "blocks")
-    given = {**settings, "num_gpu_blocks_override": 20, "tensor_parallel_size": 2, "kv_transfer_config": config}
+    given = {
+        **settings,
+        "num_gpu_blocks_override": 20,
+        "tensor_parallel_size": 2,
+        "kv_transfer_config": config,
+    }
     with virtual_llm(model=str(model), **given) as llm:
         old = answer(llm)[0]
         llm.update_weights(str(other))
@@ -108,7 +120,9 @@ def test_all_workers_get_new_folders(model: Path, other: Path, tmp_path: Path) -
         llm.update_weights(str(model))
         assert answer(llm) == (old, 32)
         assert transferred(llm).num_failed_blocks == 0
-    folders = sorted(path.relative_to(tmp_path / "blocks").parts[1] for path in (tmp_path / "blocks").glob("*/*"))
+    folders = sorted(
+        path.relative_to(tmp_path / "blocks").parts[1] for path in (tmp_path / "blocks").glob("*/*")
+    )
     assert folders == ["rank0of2", "rank0of2", "rank1of2", "rank1of2"]
 
 

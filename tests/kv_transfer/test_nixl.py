@@ -154,7 +154,9 @@ def test_what_was_read_after_its_lease_has_lapsed_is_computed_anew(
         read(self, *arguments)
 
     monkeypatch.setattr(nixl_connector.NixlWorker, "_read", read_late)
-    with tiny_llm(tiny_model("llama"), kv_transfer_config=config("kv_consumer", peers=[address], timeout=60)) as llm:
+    with tiny_llm(
+        tiny_model("llama"), kv_transfer_config=config("kv_consumer", peers=[address], timeout=60)
+    ) as llm:
         assert consume(llm, block_keys(PROMPT)) == (tokens, 0)
         assert transferred(llm).num_loaded_blocks == 0 and transferred(llm).num_failed_blocks == 4
 
@@ -170,7 +172,10 @@ def test_every_worker_reads_its_part_of_blocks_and_states(
     model, make = tiny_model(family, **overrides), virtual_llm if layout else LLM
     with tiny_llm(model) as llm:
         expected = tokens_of(run(llm, states.PROMPTS, GREEDY))
-    producer, consumer = config("kv_producer", address=unix(tmp_path)), config("kv_consumer", peers=[unix(tmp_path)])
+    producer, consumer = (
+        config("kv_producer", address=unix(tmp_path)),
+        config("kv_consumer", peers=[unix(tmp_path)]),
+    )
     with (
         make(**tiny_settings(model, **layout, kv_transfer_config=producer)) as first,
         make(**tiny_settings(model, **layout, kv_transfer_config=consumer)) as second,
@@ -181,5 +186,7 @@ def test_every_worker_reads_its_part_of_blocks_and_states(
             wait_for_blocks(second, names(prompt)[: (len(prompt) - 1) // 8 + (family != "llama")])
         outputs = run(second, states.PROMPTS, GREEDY)
         assert tokens_of(outputs) == expected and transferred(second).num_failed_blocks == 0
-        assert [one.num_cached_tokens for one in outputs] == [(len(one) - 1) // 8 * 8 for one in states.PROMPTS]
+        assert [one.num_cached_tokens for one in outputs] == [
+            (len(one) - 1) // 8 * 8 for one in states.PROMPTS
+        ]
         second.llm_engine.client.call("check_integrity")

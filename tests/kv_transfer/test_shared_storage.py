@@ -1,4 +1,5 @@
-"""A directory of blocks: other processes and other days hit it, and whatever is not the block's own file is ignored."""
+"""A directory of blocks: other processes and other days hit it,
+and whatever is not the block's own file is ignored."""
 
 from __future__ import annotations
 
@@ -60,14 +61,17 @@ def test_another_process_hits_what_this_one_saved(tiny_model: TinyModel, tmp_pat
     assert json.loads(result.stdout) == [tokens, 8 * NUM_BLOCKS]
 
 
-def test_a_file_is_a_safetensors_file_with_the_tensors_of_all_layers(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_file_is_a_safetensors_file_with_the_tensors_of_all_layers(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     answer(tiny_model("llama"), tmp_path)
     first = block_files(tmp_path, PROMPT)[0]
     with safetensors.safe_open(first, "pt") as file:
         names, metadata = list(file.keys()), file.metadata()
         assert metadata["block_hash"] == first.stem and {"0.k", "0.v"} <= set(names)
         assert all(
-            file.get_tensor(name).shape[0] == 8 and file.get_tensor(name).dtype == torch.float32 for name in names
+            file.get_tensor(name).shape[0] == 8 and file.get_tensor(name).dtype == torch.float32
+            for name in names
         )
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert first.stat().st_mode & 0o077 == 0
@@ -84,8 +88,12 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "too long": lambda path, other: path.write_bytes(path.read_bytes() + b"\0"),
     "of another block": lambda path, other: path.write_bytes(other.read_bytes()),
     "another header": lambda path, other: path.write_bytes(other_header(path.read_bytes())),
-    "half written": lambda path, other: path.write_bytes(path.read_bytes()[:2000].ljust(path.stat().st_size, b"\0")),
-    "one bit": lambda path, other: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "half written": lambda path, other: path.write_bytes(
+        path.read_bytes()[:2000].ljust(path.stat().st_size, b"\0")
+    ),
+    "one bit": lambda path, other: path.write_bytes(
+        path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])
+    ),
     "a symbolic link": lambda path, other: (
         path.rename(path.with_suffix(".x")),
         path.symlink_to(path.with_suffix(".x")),
@@ -108,7 +116,10 @@ def test_what_is_not_the_blocks_own_file_is_ignored_with_one_line_and_written_an
     for name, damage in DAMAGES.items():
         damage(second, first)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "minivllm"), tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
+        with (
+            caplog.at_level(logging.WARNING, "minivllm"),
+            tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm,
+        ):
             for _ in range(2):
                 [output] = run(llm, [PROMPT], GREEDY)
                 assert list(output.outputs[0].token_ids) == tokens, name
@@ -129,7 +140,10 @@ def test_other_weights_settings_and_lengths_have_other_folders(tiny_model: TinyM
         "weights": (tiny_model("mistral"), {}),
         "block size": (llama, {"block_size": 16}),
         "cache dtype": (llama, {"kv_cache_dtype": "bfloat16"}),
-        "rotary": (llama, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}}),
+        "rotary": (
+            llama,
+            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}},
+        ),
         "quantization": (llama, {"quantization": "int8"}),
         "random weights": (llama, {"load_format": "dummy"}),
         "another seed": (llama, {"load_format": "dummy", "seed": 1}),
@@ -157,7 +171,10 @@ def test_an_adapter_has_files_of_its_own_and_what_it_holds_counts_not_its_name(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
-    adapters = [None, *(random_adapter(tmp_path / str(seed) / "adapter", model, seed=seed) for seed in (1, 2))]
+    adapters = [
+        None,
+        *(random_adapter(tmp_path / str(seed) / "adapter", model, seed=seed) for seed in (1, 2)),
+    ]
     settings: dict[str, Any] = {"enable_lora": True, "max_loras": 1}
 
     def answers(config: dict[str, Any] | None) -> list[tuple[list[int], int]]:

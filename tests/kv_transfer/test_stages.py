@@ -1,4 +1,5 @@
-"""Stages of a pipeline each move the layers they have, and a block is there when all workers of all stages have it."""
+"""Stages of a pipeline each move the layers they have,
+and a block is there when all workers of all stages have it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers that keep a state, and a connector: a snapshot travels with the blocks in front of it, or nothing does."""
+"""Layers that keep a state, and a connector:
+a snapshot travels with the blocks in front of it, or nothing does."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class Store(BlockStore):
 
 
 class TravellingLife(Life):
-    """States and blocks travel. What is loaded may be written at any time from the begin of its load on; what is free
-    and unknown holds poison."""
+    """States and blocks travel. What is loaded may be written at any time from the begin of its load on;
+    what is free and unknown holds poison."""
 
     travels = True
 
@@ -69,7 +70,9 @@ class TravellingLife(Life):
         spec = GroupSpec(kind="state", layers=(9,), block_size=self.block_size, block_bytes=1)
         groups = [one_group(1, self.block_size, 1)] * (len(self.manager.groups) - 1) + [spec]
         config = KVTransferConfig(kv_connector="simulated")
-        self.store = Store(TransferContext(config=config, options=None, groups=groups, block_bytes=1, state_bytes=1))
+        self.store = Store(
+            TransferContext(config=config, options=None, groups=groups, block_bytes=1, state_bytes=1)
+        )
         self.kept: dict[bytes, tuple[int, ...]] = {}
         self.loads: list[BlockTransfer] = []
         self.num_loaded = self.num_failed = 0
@@ -79,7 +82,9 @@ class TravellingLife(Life):
         metadata, contents = step.kv_connector_metadata, self.worker.contents
         for save in metadata.snapshots if metadata else ():
             for key, slot in zip(save.keys, save.block_ids[self.worker.group], strict=True):
-                assert contents[slot] != POISON and self.kept.setdefault(key, contents[slot]) == contents[slot]
+                assert (
+                    contents[slot] != POISON and self.kept.setdefault(key, contents[slot]) == contents[slot]
+                )
                 self.store.names.add(key)
         for load in metadata.loads if metadata else ():
             self.loads.append(load)
@@ -101,8 +106,13 @@ class TravellingLife(Life):
                 self.worker.contents[load.block_ids[self.worker.group][0]] = self.kept[load.keys[0]]
             else:
                 num_good = 1
-            self.num_loaded, self.num_failed = self.num_loaded + (num_good > 1), self.num_failed + (num_good == 1)
-            self.scheduler.update_connector_output(KVConnectorOutput(finished_recving={load.transfer_id: num_good - 1}))
+            self.num_loaded, self.num_failed = (
+                self.num_loaded + (num_good > 1),
+                self.num_failed + (num_good == 1),
+            )
+            self.scheduler.update_connector_output(
+                KVConnectorOutput(finished_recving={load.transfer_id: num_good - 1})
+            )
         elif chance < 0.45:
             for pool in self.manager.pools:
                 for block in list(pool.free_queue)[self.random.randint(0, 3) :]:
@@ -165,12 +175,14 @@ def test_what_was_evicted_comes_back_with_its_state(
 
 
 def test_another_engine_goes_on_from_what_this_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """A second turn, from the state at the end of the first one; keys and values without that state are of no use."""
+    """A second turn, from the state at the end of the first one;
+    keys and values without that state are of no use."""
     model, config = tiny_model("granite-hybrid"), storage(tmp_path)
     with tiny_llm(model, kv_transfer_config=config, num_gpu_blocks_override=1 + 16) as llm:
         assert llm.llm_engine.client.core.scheduler.kv_cache_manager.pools[-1].num_blocks == 1 + 2  # type: ignore[attr-defined]
         [first] = run(llm, [PROMPTS[2]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-        # Of 49 tokens 48 are computed. Their state is saved with a step that writes into both of the two slots.
+        # Of 49 tokens 48 are computed. Their state is saved with a step that writes into both of the two
+        # slots.
         run(llm, [PROMPTS[3], PROMPTS[0]], GREEDY)
     turn = PROMPTS[2] + list(first.outputs[0].token_ids) + PROMPTS[3]
     with tiny_llm(model) as llm:
@@ -187,7 +199,8 @@ def test_another_engine_goes_on_from_what_this_one_saved(tiny_model: TinyModel, 
 
 
 def prompt_names(prompt: list[int]) -> list[bytes]:
-    """What another engine needs to begin with the last token of a prompt: its blocks and the state behind them."""
+    """What another engine needs to begin with the last token of a prompt:
+    its blocks and the state behind them."""
     names = block_keys(prompt)[: (len(prompt) - 1) // 8]
     return [*names, state_name(names[-1])]
 
@@ -209,13 +222,17 @@ def test_a_decode_engine_goes_on_from_the_states_of_a_prefill_engine(
         wait_for_blocks(second, [name for prompt in PROMPTS for name in prompt_names(prompt)])
         outputs = run(second, PROMPTS, GREEDY)
         assert tokens_of(outputs) == expected
-        assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+        assert [output.num_cached_tokens for output in outputs] == [
+            (len(prompt) - 1) // 8 * 8 for prompt in PROMPTS
+        ]
         stats = transferred(second)
         assert stats.num_loaded_blocks > 0 and stats.num_failed_blocks == 0
         second.llm_engine.client.call("check_integrity")
 
 
-def test_a_state_that_a_prefill_engine_has_dropped_is_recomputed(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_state_that_a_prefill_engine_has_dropped_is_recomputed(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """The consumer has heard of it, and of the blocks; what it gets is nothing."""
     model, prompt = tiny_model("granite-hybrid"), PROMPTS[2]
     with (
@@ -245,13 +262,17 @@ def test_states_come_back_from_the_server_of_lmcache(tiny_model: TinyModel) -> N
             with tiny_llm(model) as llm:
                 assert tokens_of(run(llm, [prompt], GREEDY)) == tokens_of([output])
             if num_found:
-                del server.kept[next(name for name in server.kept if state_name(block_keys(prompt)[4]).hex() in name)]
+                del server.kept[
+                    next(name for name in server.kept if state_name(block_keys(prompt)[4]).hex() in name)
+                ]
     finally:
         server.close()
 
 
 @pytest.mark.slow
-def test_another_process_goes_on_from_a_state_that_this_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_another_process_goes_on_from_a_state_that_this_one_saved(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     model = tiny_model("qwen3-next")
     with tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
         [first] = run(llm, [PROMPTS[2]], GREEDY)
@@ -282,7 +303,10 @@ def test_a_file_of_a_state_has_its_tensors_and_a_damaged_one_is_written_anew(
 
 
 def test_a_preempted_request_comes_back_with_its_state(tiny_model: TinyModel) -> None:
-    prompts, params = [PROMPTS[2], PROMPTS[1]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts, params = (
+        [PROMPTS[2], PROMPTS[1]],
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    )
     results = []
     for config in (None, OFFLOAD):
         settings = {"num_gpu_blocks_override": 14, "max_model_len": 88, "kv_transfer_config": config}
@@ -294,7 +318,8 @@ def test_a_preempted_request_comes_back_with_its_state(tiny_model: TinyModel) ->
 
 
 def test_every_weights_find_their_own_states_and_no_others(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The last state of an answer is saved with the step that comes next, which must have the same weights."""
+    """The last state of an answer is saved with the step that comes next,
+    which must have the same weights."""
     model, other, turns = tiny_model("granite-hybrid"), tmp_path / "other", []
     shutil.copytree(model, other)
     weights = load_file(model / "model.safetensors")
@@ -314,11 +339,18 @@ def test_every_weights_find_their_own_states_and_no_others(tiny_model: TinyModel
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}], ids=str)
-def test_every_worker_moves_its_part_of_a_state(tiny_model: TinyModel, tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_every_worker_moves_its_part_of_a_state(
+    tiny_model: TinyModel, tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """Of three stages two have no layer that attends."""
     model = tiny_model("granite-hybrid")
     given = {"model": str(model), "dtype": "float32", "device": "cpu", "enforce_eager": True, "block_size": 8}
-    given |= {"max_model_len": 128, "max_num_seqs": 3, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 24}
+    given |= {
+        "max_model_len": 128,
+        "max_num_seqs": 3,
+        "num_gpu_blocks_override": 64,
+        "max_num_batched_tokens": 24,
+    }
     with LLM(**given) as llm:
         expected = tokens_of(run(llm, PROMPTS, GREEDY))
     with virtual_llm(**given, **layout, kv_transfer_config=several(OFFLOAD, storage(tmp_path))) as llm:

@@ -22,9 +22,12 @@ def counted(llm: LLM) -> Iterator[Callable[[], int]]:
 
 
 class ScriptedEngine:
-    """Answers each request with what a function makes of its prompt: a text, or token ids and a reason to stop."""
+    """Answers each request with what a function makes of its prompt:
+    a text, or token ids and a reason to stop."""
 
-    def __init__(self, tokenizer: Tokenizer, answer: Callable[[list[int]], Any] = lambda prompt: "an answer") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, answer: Callable[[list[int]], Any] = lambda prompt: "an answer"
+    ) -> None:
         self.frontend: Any = SimpleNamespace(
             tokenizer=tokenizer,
             get_default_sampling_params=SamplingParams,
@@ -34,14 +37,21 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
 
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
+    async def complete(
+        self, token_ids: list[int], params: SamplingParams, settings: Settings
+    ) -> RequestOutput:
         self.prompts.append(list(token_ids))
         self.params.append(params)
         answer = self._answer(token_ids)
         if isinstance(answer, Exception):
             raise answer
         if isinstance(answer, str):
-            answer = (self.frontend.tokenizer.encode(answer, add_special_tokens=False), answer, "length", None)
+            answer = (
+                self.frontend.tokenizer.encode(answer, add_special_tokens=False),
+                answer,
+                "length",
+                None,
+            )
         sampled, text, finish_reason, stop_reason = answer
         completion = CompletionOutput(0, text, sampled, finish_reason=finish_reason, stop_reason=stop_reason)
         return RequestOutput("r", None, token_ids, [completion], True)

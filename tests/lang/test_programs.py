@@ -46,7 +46,9 @@ def calls(llm: LLM) -> dict[str, Called]:
         given = {"question": argument, "length": 32} if name == "answer" else argument
         given = {"topic": argument, "length": 40} if name == "essay" else given
         with counted(llm) as computed:
-            [(recorder, outcome)] = asyncio.run(record(SteppedEngine(llm), [(program.using(temperature=0.0), given)]))
+            [(recorder, outcome)] = asyncio.run(
+                record(SteppedEngine(llm), [(program.using(temperature=0.0), given)])
+            )
             found[name] = outcome, recorder.asked, computed()
     return found
 

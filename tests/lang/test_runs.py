@@ -1,4 +1,5 @@
-"""Programs in batches, on an LLM and on an AsyncLLM: a failure stays alone, and nothing is left in the engine."""
+"""Programs in batches, on an LLM and on an AsyncLLM:
+a failure stays alone, and nothing is left in the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ async def branches(s: State, number: int, fails: bool = False) -> str:
 
 @pytest.mark.slow
 def test_an_essay_computes_its_plan_once(llm: LLM) -> None:
-    """At most 1.02 times the tree of its texts: branches that begin together compute their few common tokens each."""
+    """At most 1.02 times the tree of its texts:
+    branches that begin together compute their few common tokens each."""
     with counted(llm) as computed:
         call = (essay.using(temperature=0.0, ignore_eos=True), "the sea")
         [(recorder, _)] = asyncio.run(record(SteppedEngine(llm), [call]))
@@ -63,7 +65,13 @@ def test_an_essay_computes_its_plan_once(llm: LLM) -> None:
 def test_a_failing_program_fails_alone_and_its_branches_are_aborted(llm: LLM) -> None:
     inputs = [{"number": number, "fails": number == 2} for number in range(5)]
     outcomes = run_offline(llm, branches, inputs)
-    assert [type(one.error) for one in outcomes] == [type(None), type(None), ValueError, type(None), type(None)]
+    assert [type(one.error) for one in outcomes] == [
+        type(None),
+        type(None),
+        ValueError,
+        type(None),
+        type(None),
+    ]
     assert str(outcomes[2].error) == "branch of 2" and outcomes[2]["first"] == outcomes[2].state["first"]
     alone = [run_offline(llm, branches, [one])[0].value for one in inputs]
     assert [one.value for one in outcomes] == alone

@@ -108,13 +108,18 @@ def test_choices_of_one_token_compute_what_was_appended_however_unlikely_they_ar
     """More than a hundred, so the likeliest alone would leave some out."""
     tokenizer = llm.llm_engine.tokenizer
     choices = [text for text in map(chr, range(33, 1000)) if len(tokenizer.encode(text)) == 1]
-    choices += [text for token in range(300, 400) if len(tokenizer.encode(text := tokenizer.decode([token]))) == 1]
+    choices += [
+        text for token in range(300, 400) if len(tokenizer.encode(text := tokenizer.decode([token]))) == 1
+    ]
     choices = list(dict.fromkeys(choices))
     assert len(choices) > 150
     with counted(llm) as computed:
         _, details, asked = selected(llm, "An unusual beginning", choices)
     assert len(asked) == 1 and computed() == len(asked[0].token_ids)
-    assert len(details.scores) == len(choices) and sum(2.718281828**one for one in details.scores.values()) <= 1.001
+    assert (
+        len(details.scores) == len(choices)
+        and sum(2.718281828**one for one in details.scores.values()) <= 1.001
+    )
 
 
 def test_of_equal_choices_the_first_is_taken() -> None:

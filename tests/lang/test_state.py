@@ -1,4 +1,5 @@
-"""A state's text and tokens: what was computed never changes, and everything reads as the chat template has it."""
+"""A state's text and tokens: what was computed never changes,
+and everything reads as the chat template has it."""
 
 from __future__ import annotations
 
@@ -48,9 +49,14 @@ PIECES = st.text("ab .\né日🙂<|>", min_size=1, max_size=8)
 
 
 @settings(max_examples=60)
-@given(tokenizer=st.sampled_from(PLAIN), pieces=st.lists(st.tuples(PIECES, st.booleans()), min_size=1, max_size=6))
+@given(
+    tokenizer=st.sampled_from(PLAIN),
+    pieces=st.lists(st.tuples(PIECES, st.booleans()), min_size=1, max_size=6),
+)
 def test_tokens_only_grow_and_read_as_the_text(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> None:
-    sampled = encode_after(tokenizer, "ing the", lambda text: tokenizer.encode(text, add_special_tokens=False))
+    sampled = encode_after(
+        tokenizer, "ing the", lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
     engine = ScriptedEngine(tokenizer, lambda prompt: (sampled, "ing the", "length", None))
 
     async def grow(s: State) -> None:
@@ -159,7 +165,11 @@ def test_special_tokens_in_a_turn_are_text_and_in_a_plain_text_they_count() -> N
         return s.token_ids
 
     tokens = run(engine, injected)
-    ends = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "c"}]
+    ends = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "c"},
+    ]
     assert tokens.count(END) == len(ends) + 1, "of the turns, and the sampled one"
 
     async def plain(s: State) -> list[int]:
@@ -172,9 +182,14 @@ def test_special_tokens_in_a_turn_are_text_and_in_a_plain_text_they_count() -> N
 
 TRIMS = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
 FORGETS = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
-SPACED = "{% for m in messages %}{{ '[' + m.role + ']' + (' ' if m.role == 'assistant' else '') + m.content + '\n' }}"
+SPACED = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + (' ' if m.role == 'assistant' else '') + m.content + "
+    "'\n' }}"
+)
 SPACED += "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-OPENS_THOUGHTS = CHAT_TEMPLATE.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}")
+OPENS_THOUGHTS = CHAT_TEMPLATE.replace(
+    "'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}"
+)
 LAST_ONLY = "{{ messages[-1].content }}{% if add_generation_prompt %}{{ ':' }}{% endif %}"
 
 
@@ -237,7 +252,11 @@ def test_branches_begin_alike_and_leave_one_another_alone() -> None:
         for number, part in enumerate(parts):
             part += user(f"part {number}")
         texts = await join(parts, lambda part: part.gen("y", max_tokens=3))
-        assert texts == [part["y"] for part in parts] and "y" not in s and all(part["x"] == s["x"] for part in parts)
+        assert (
+            texts == [part["y"] for part in parts]
+            and "y" not in s
+            and all(part["x"] == s["x"] for part in parts)
+        )
         assert s.token_ids == before and all(part.token_ids[: len(before)] == before for part in parts)
         assert len({tuple(part.token_ids) for part in parts}) == 3
 
@@ -335,7 +354,9 @@ def test_values_are_parsed_and_json_that_was_cut_off_is_refused() -> None:
 
 def test_settings_come_before_the_models_and_a_call_before_both() -> None:
     engine = ScriptedEngine(CHAT)
-    engine.frontend.get_default_sampling_params = lambda: SamplingParams(temperature=0.2, top_p=0.5, max_tokens=16)
+    engine.frontend.get_default_sampling_params = lambda: SamplingParams(
+        temperature=0.2, top_p=0.5, max_tokens=16
+    )
 
     async def calls(s: State) -> None:
         s += "a"
@@ -343,7 +364,10 @@ def test_settings_come_before_the_models_and_a_call_before_both() -> None:
         await s.gen(temperature=0.7, max_tokens=3)
 
     run(engine, calls, temperature=0.4)
-    assert [(one.temperature, one.top_p, one.max_tokens) for one in engine.params] == [(0.4, 0.5, None), (0.7, 0.5, 3)]
+    assert [(one.temperature, one.top_p, one.max_tokens) for one in engine.params] == [
+        (0.4, 0.5, None),
+        (0.7, 0.5, 3),
+    ]
     with pytest.raises(RequestError, match="'temprature' is not"):
         program(calls).using(temprature=0.4)
 

@@ -20,7 +20,8 @@ ALL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def linear_shapes(model: Path) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer that an adapter may change, by name, from the model's own checkpoint."""
+    """[out, in] of every linear layer that an adapter may change, by name,
+    from the model's own checkpoint."""
     weights = load_file(model / "model.safetensors")
     return {
         name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
@@ -46,7 +47,13 @@ def write_adapter(directory: Path, matrices: dict[str, Tensor], **options: Any) 
     """An adapter directory as PEFT's save_pretrained leaves it. options: entries of adapter_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(matrices, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "bias": "none", "lora_alpha": 16, "target_modules": list(ALL_LAYERS), **options}
+    config = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "lora_alpha": 16,
+        "target_modules": list(ALL_LAYERS),
+        **options,
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
@@ -63,7 +70,9 @@ def random_adapter(
     """A random adapter for the model, named after its directory."""
     alpha = options.pop("lora_alpha", rank)
     matrices = random_matrices(model, rank, layers, seed)
-    path = write_adapter(directory, matrices, r=rank, lora_alpha=alpha, target_modules=list(layers), **options)
+    path = write_adapter(
+        directory, matrices, r=rank, lora_alpha=alpha, target_modules=list(layers), **options
+    )
     return LoRARequest(directory.name, lora_path=str(path))
 
 
@@ -88,12 +97,18 @@ def merged_model(model: Path, adapter: LoRARequest | None) -> Any:
     return loaded
 
 
-def merged_tokens(model: Path, adapter: LoRARequest | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def merged_tokens(
+    model: Path, adapter: LoRARequest | None, prompt: Sequence[int], max_tokens: int
+) -> list[int]:
     """What transformers' greedy generate appends to the prompt with the merged weights."""
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
         out = merged_model(model, adapter).generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()
 

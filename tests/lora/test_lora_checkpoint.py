@@ -31,7 +31,10 @@ def load(model: Path, directory: Path, max_rank: int = 8, dtype: torch.dtype = t
         ({"use_dora": True}, r"use_dora, that is magnitude vectors \(DoRA\), which is not served"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save, that is whole trained modules"),
         ({"bias": "lora_only"}, "bias to 'lora_only', but trained biases are not served"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights to 'pissa_niter_16', which changes the base"),
+        (
+            {"init_lora_weights": "pissa_niter_16"},
+            "init_lora_weights to 'pissa_niter_16', which changes the base",
+        ),
         ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a finite number"),
         ({"lora_alpha": math.inf}, "lora_alpha is inf, but must be a finite number"),
         ({"alpha_pattern": {"(q_proj": 3}}, "is not searched for: it is no regular expression"),
@@ -55,19 +58,40 @@ def _with(name: str, tensor: Tensor) -> Callable[[Matrices], Matrices]:
     ("change", "message"),
     [
         (lambda m: {}, "holds no tensors"),
-        (_with("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 416)), "adapters of embeddings"),
-        (_with("base_model.model.lm_head.lora_A.weight", torch.ones(4, 64)), "of the output layer are not served"),
+        (
+            _with("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 416)),
+            "adapters of embeddings",
+        ),
+        (
+            _with("base_model.model.lm_head.lora_A.weight", torch.ones(4, 64)),
+            "of the output layer are not served",
+        ),
         (_with(f"{Q0}.lora_magnitude_vector.weight", torch.ones(64)), "magnitude vectors .DoRA."),
         (_with("something.else", torch.ones(4)), "'something.else', which is not lora_A or lora_B"),
-        (_with(Q0.replace("layers.0", "layers.9") + ".lora_A.weight", torch.ones(4, 64)), "for another base model"),
-        (_with(f"{Q0}.lora_A.weight", torch.ones(4, 96)), r"shapes \[4, 96\] and \[64, 4\], but the model calls for"),
+        (
+            _with(Q0.replace("layers.0", "layers.9") + ".lora_A.weight", torch.ones(4, 64)),
+            "for another base model",
+        ),
+        (
+            _with(f"{Q0}.lora_A.weight", torch.ones(4, 96)),
+            r"shapes \[4, 96\] and \[64, 4\], but the model calls for",
+        ),
         (_with(f"{Q0}.lora_A.weight", torch.ones(3, 64)), "for another base model"),
         (_with(f"{Q0}.lora_A.weight", torch.ones(64)), "for another base model"),
         (_with(f"{Q0}.lora_A.weight", torch.ones(4, 64, dtype=torch.int64)), "must be stored as one of F64"),
         (_with(f"{Q0}.lora_A.default.weight", torch.ones(4, 64)), "holds lora_A of .*q_proj twice"),
-        (lambda m: {k: v for k, v in m.items() if k != f"{Q0}.lora_B.weight"}, "only one of lora_A and lora_B"),
-        (_with(f"{Q0}.lora_B.weight", torch.full((64, 4), math.nan)), "numbers in .*q_proj that are not finite"),
-        (_with(f"{Q0}.lora_A.weight", torch.full((4, 64), math.inf)), "numbers in .*q_proj that are not finite"),
+        (
+            lambda m: {k: v for k, v in m.items() if k != f"{Q0}.lora_B.weight"},
+            "only one of lora_A and lora_B",
+        ),
+        (
+            _with(f"{Q0}.lora_B.weight", torch.full((64, 4), math.nan)),
+            "numbers in .*q_proj that are not finite",
+        ),
+        (
+            _with(f"{Q0}.lora_A.weight", torch.full((4, 64), math.inf)),
+            "numbers in .*q_proj that are not finite",
+        ),
     ],
 )
 def test_tensors_that_do_not_belong_are_refused_by_name(
@@ -87,7 +111,9 @@ def test_an_adapter_for_another_base_model_or_of_a_larger_rank_is_refused(
     with pytest.raises(RequestError, match="it is for another base model"):
         load(model, directory)
     directory = write_adapter(tmp_path / "large", random_matrices(model, 9, ("q_proj",), 0))
-    with pytest.raises(RequestError, match="has rank 9, but max_lora_rank is 8: start the engine with a larger one"):
+    with pytest.raises(
+        RequestError, match="has rank 9, but max_lora_rank is 8: start the engine with a larger one"
+    ):
         load(model, directory)
 
 
@@ -138,7 +164,9 @@ def test_broken_files_are_refused(tiny_model: TinyModel, tmp_path: Path, broken:
         {"alpha_pattern": {r".*\.0(\.\w+)*": 3}},
     ],
 )
-def test_scaling_is_alpha_over_rank_or_its_root(tiny_model: TinyModel, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_scaling_is_alpha_over_rank_or_its_root(
+    tiny_model: TinyModel, tmp_path: Path, options: dict[str, Any]
+) -> None:
     model = tiny_model("llama")
     matrices = random_matrices(model, 4, ("q_proj",), 0)
     adapter = load(model, write_adapter(tmp_path / "adapter", matrices, lora_alpha=20, **options))
@@ -146,8 +174,12 @@ def test_scaling_is_alpha_over_rank_or_its_root(tiny_model: TinyModel, tmp_path:
     scale = 20 / 2 if options.get("use_rslora") else 20 / 4
     patterned = 3 / 4 if "alpha_pattern" in options else scale
     for name, factor in ((first, patterned), (second, scale)):
-        torch.testing.assert_close(adapter.modules[name].b, factor * matrices[f"base_model.model.{name}.lora_B.weight"])
-        torch.testing.assert_close(adapter.modules[name].a, matrices[f"base_model.model.{name}.lora_A.weight"])
+        torch.testing.assert_close(
+            adapter.modules[name].b, factor * matrices[f"base_model.model.{name}.lora_B.weight"]
+        )
+        torch.testing.assert_close(
+            adapter.modules[name].a, matrices[f"base_model.model.{name}.lora_A.weight"]
+        )
 
 
 def test_the_digest_names_the_contents(tiny_model: TinyModel, tmp_path: Path) -> None:

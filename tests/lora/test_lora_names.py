@@ -1,4 +1,5 @@
-"""Adapters name modules as PEFT does, that is as transformers has them, whatever the decoder's layers are called."""
+"""Adapters name modules as PEFT does, that is as transformers has them,
+whatever the decoder's layers are called."""
 
 from __future__ import annotations
 
@@ -29,12 +30,24 @@ NAMED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "glm4": ({}, ("self_attn.q_proj", *GATED)),
     "qwen3.5": (
         {},
-        ("self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj", "mlp.up_proj"),
+        (
+            "self_attn.q_proj",
+            "linear_attn.in_proj_qkv",
+            "linear_attn.in_proj_z",
+            "linear_attn.out_proj",
+            "mlp.up_proj",
+        ),
     ),
     "qwen3-next": ({}, ("self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
     "granite-hybrid": (
         {},
-        ("mamba.in_proj", "mamba.out_proj", "self_attn.k_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+        (
+            "mamba.in_proj",
+            "mamba.out_proj",
+            "self_attn.k_proj",
+            "shared_mlp.input_linear",
+            "shared_mlp.output_linear",
+        ),
     ),
 }
 """Family -> what differs in its model, and modules of it as transformers has them."""
@@ -55,7 +68,9 @@ def adapter_of(directory: Path, model: Path, modules: Sequence[str], rank: int =
         matrices[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
         matrices[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / rank**0.5
     assert changed == set(modules)
-    return LoRARequest(directory.name, lora_path=str(write_adapter(directory, matrices, r=rank, lora_alpha=rank)))
+    return LoRARequest(
+        directory.name, lora_path=str(write_adapter(directory, matrices, r=rank, lora_alpha=rank))
+    )
 
 
 @pytest.mark.parametrize("family", NAMED)
@@ -89,7 +104,13 @@ def test_two_names_of_one_layer_and_modules_that_are_no_linear_layers_are_refuse
         gate = runner_of(llm).model.model.linear_shapes["model.layers.0.mlp.gate_proj"]
         twice = {**matrices("feed_forward.w1", gate), **matrices("mlp.gate_proj", gate)}
         with pytest.raises(RequestError, match=r"changes model\.layers\.0\.mlp\.gate_proj twice"):
-            run_mixed(llm, [[5]], [LoRARequest("a", lora_path=str(write_adapter(tmp_path / "a", twice, r=2)))])
-        with pytest.raises(RequestError, match=r"changes model\.layers\.0\.conv\.conv, which this model does not have"):
+            run_mixed(
+                llm, [[5]], [LoRARequest("a", lora_path=str(write_adapter(tmp_path / "a", twice, r=2)))]
+            )
+        with pytest.raises(
+            RequestError, match=r"changes model\.layers\.0\.conv\.conv, which this model does not have"
+        ):
             other = matrices("conv.conv", (64, 3))
-            run_mixed(llm, [[5]], [LoRARequest("b", lora_path=str(write_adapter(tmp_path / "b", other, r=2)))])
+            run_mixed(
+                llm, [[5]], [LoRARequest("b", lora_path=str(write_adapter(tmp_path / "b", other, r=2)))]
+            )

@@ -1,4 +1,5 @@
-"""Every row of a mixed batch answers as transformers does with that row's adapter merged into the weights (float32)."""
+"""Every row of a mixed batch answers as transformers does with that row's adapter merged into the weights
+(float32)."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ Adapters = list[LoRARequest | None]
 
 
 def mixed_adapters(directory: Path, model: Path) -> Adapters:
-    """None, and adapters of ranks 8 to 64 that change all layers, some, or one, with both kinds of scaling."""
+    """None, and adapters of ranks 8 to 64 that change all layers, some, or one,
+    with both kinds of scaling."""
     return [
         None,
         random_adapter(directory / "all-8", model, rank=8, seed=1),
-        random_adapter(directory / "attention-16", model, rank=16, layers=("q_proj", "v_proj"), seed=2, lora_alpha=32),
+        random_adapter(
+            directory / "attention-16", model, rank=16, layers=("q_proj", "v_proj"), seed=2, lora_alpha=32
+        ),
         random_adapter(directory / "mlp-33", model, rank=33, layers=("gate_proj", "down_proj"), seed=3),
         random_adapter(directory / "all-64", model, rank=64, seed=4, use_rslora=True, lora_alpha=8),
         random_adapter(directory / "keys-9", model, rank=9, layers=("k_proj", "o_proj", "up_proj"), seed=5),
@@ -55,11 +59,15 @@ def assert_logprobs_equal_merged(
         maps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         for position, (token, entries) in enumerate(zip([*prompt, *tokens][1:], maps)):
             assert entries is not None
-            assert entries[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-3), adapter
+            assert entries[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-3), (
+                adapter
+            )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied", "llama-biases"])
-def test_each_row_of_a_mixed_batch_equals_the_merged_model(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
+def test_each_row_of_a_mixed_batch_equals_the_merged_model(
+    tiny_model: TinyModel, tmp_path: Path, family: str
+) -> None:
     model = tiny_model(family)
     adapters = mixed_adapters(tmp_path, model)
     prompts = random_prompts((5, 17, 1, 33, 9, 12))
@@ -107,7 +115,8 @@ def test_preempted_requests_keep_their_adapters(tiny_model: TinyModel, tmp_path:
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_adapters_over_layers_that_forget(tiny_model: TinyModel, tmp_path: Path, num_blocks: int) -> None:
-    """Twice: cached prefixes belong to one adapter in the pool of windows too. In 8 blocks, requests are preempted."""
+    """Twice: cached prefixes belong to one adapter in the pool of windows too.
+    In 8 blocks, requests are preempted."""
     model = tiny_model("qwen2-window", sliding_window=16)
     adapters = mixed_adapters(tmp_path, model)[:3]
     prompts = [random_prompts((21,))[0]] * 3
@@ -132,7 +141,9 @@ def test_adding_adapters_compiles_nothing(tiny_model: TinyModel, tmp_path: Path)
         for count in (1, 3, len(adapters)):
             outputs = run_mixed(llm, prompts[:count], adapters[:count])
             for output, prompt, adapter in zip(outputs, prompts, adapters):
-                assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, MAX_TOKENS), adapter
+                assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, MAX_TOKENS), (
+                    adapter
+                )
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
@@ -146,8 +157,9 @@ def test_completions_of_one_prompt_share_its_adapter(tiny_model: TinyModel, tmp_
 
 
 def test_adapters_work_over_quantised_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The judge is transformers with the weights that the quantised layers amount to, and the update on top. The
-    tolerance is that of int8 products, whose activations are rounded to bfloat16; the update moves far more.
+    """The judge is transformers with the weights that the quantised layers amount to, and the update on top.
+    The tolerance is that of int8 products, whose activations are rounded to bfloat16; the update moves far
+    more.
     """
     model = tiny_model("llama")
     adapters: Adapters = [None, random_adapter(tmp_path / "all-8", model, rank=8, seed=1)]

@@ -16,7 +16,9 @@ from tests.parity_reference import random_prompts
 
 def test_adapters_come_and_go_while_others_stream(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    first, second = (random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second")))
+    first, second = (
+        random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second"))
+    )
     prompts = random_prompts((9, 12))
     args = EngineArgs(
         model=str(model),

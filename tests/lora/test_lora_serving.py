@@ -1,4 +1,5 @@
-"""Adapters over time: loaded while others stream, evicted and read again, served in turn, never sharing a cache."""
+"""Adapters over time: loaded while others stream, evicted and read again, served in turn,
+never sharing a cache."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_an_adapter_that_differs_between_nodes_is_refused_and_nobody_keeps_it() 
         return digests
 
     registry = AdapterRegistry(LoRAConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1), collective)
-    with pytest.raises(RequestError, match=r"'own' is not the same on all nodes: /own holds .* of rank 2 than"):
+    with pytest.raises(
+        RequestError, match=r"'own' is not the same on all nodes: /own holds .* of rank 2 than"
+    ):
         registry.add(LoRARequest("own", lora_path="/own"), ())
     assert not kept and not registry.requests()
     digests[2] = "one"
@@ -81,25 +84,33 @@ def test_an_adapter_of_the_same_name_with_other_contents_finds_nothing_in_the_ca
     new = random_adapter(tmp_path / "new" / "x", model, seed=2)
     with lora_llm(model) as llm:
         answer(llm, prompt, old)
-        with pytest.raises(RequestError, match=r"The name 'x' is taken by the adapter in .*old/x, not .*new/x"):
+        with pytest.raises(
+            RequestError, match=r"The name 'x' is taken by the adapter in .*old/x, not .*new/x"
+        ):
             answer(llm, prompt, new)
         assert llm.remove_lora("x")
         assert answer(llm, prompt, new) == (merged_tokens(model, new, prompt, MAX_TOKENS), 0)
 
 
-def test_adapters_are_evicted_least_recently_used_first_and_read_again(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_adapters_are_evicted_least_recently_used_first_and_read_again(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     model = tiny_model("llama")
     adapters = [random_adapter(tmp_path / f"a{i}", model, seed=i) for i in range(5)]
     [prompt] = random_prompts((9,))
     with lora_llm(model, max_cpu_loras=3) as llm:
         for index in (0, 1, 2, 0, 3, 4, 1):
-            assert answer(llm, prompt, adapters[index])[0] == merged_tokens(model, adapters[index], prompt, MAX_TOKENS)
+            assert answer(llm, prompt, adapters[index])[0] == merged_tokens(
+                model, adapters[index], prompt, MAX_TOKENS
+            )
         assert names_in_memory(llm) == ["a3", "a4", "a1"]
         assert names_in_slots(llm) == ["a4", "a1"]
         assert {adapter.name for adapter in llm.list_loras()} == {f"a{i}" for i in range(5)}
 
 
-def test_adapters_of_other_ranks_take_places_that_lie_scattered(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_adapters_of_other_ranks_take_places_that_lie_scattered(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """48 columns for three adapters: when the last one comes, 16 are free, but not side by side."""
     model = tiny_model("llama")
     ranks = (8, 16, 8, 16, 16)
@@ -107,12 +118,16 @@ def test_adapters_of_other_ranks_take_places_that_lie_scattered(tiny_model: Tiny
     [prompt] = random_prompts((12,))
     with tiny_llm(model, enable_lora=True, max_loras=3, max_lora_rank=16, max_cpu_loras=5) as llm:
         for index in (0, 1, 2, 1, 3, 1, 4, 1, 3):
-            assert answer(llm, prompt, adapters[index])[0] == merged_tokens(model, adapters[index], prompt, MAX_TOKENS)
+            assert answer(llm, prompt, adapters[index])[0] == merged_tokens(
+                model, adapters[index], prompt, MAX_TOKENS
+            )
         assert names_in_slots(llm) == ["r4", "r1", "r3"]
 
 
 @pytest.mark.parametrize("max_loras", [1, 2])
-def test_more_adapters_than_slots_are_served_in_turn(tiny_model: TinyModel, tmp_path: Path, max_loras: int) -> None:
+def test_more_adapters_than_slots_are_served_in_turn(
+    tiny_model: TinyModel, tmp_path: Path, max_loras: int
+) -> None:
     model = tiny_model("llama")
     adapters = [None, *(random_adapter(tmp_path / f"a{i}", model, seed=i) for i in range(5))]
     prompts = random_prompts(range(3, 15))
@@ -128,7 +143,9 @@ def test_more_adapters_than_slots_are_served_in_turn(tiny_model: TinyModel, tmp_
 
 def test_an_adapter_is_loaded_and_removed_while_others_stream(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    first, second = (random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second")))
+    first, second = (
+        random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second"))
+    )
     prompts = random_prompts((9, 12))
     long = SamplingParams(temperature=0.0, max_tokens=12)
     with lora_llm(model) as llm:
@@ -159,11 +176,15 @@ def test_an_adapter_is_loaded_and_removed_while_others_stream(tiny_model: TinyMo
 
 def test_aborted_requests_give_their_slots_back(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    first, second = (random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second")))
+    first, second = (
+        random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("first", "second"))
+    )
     [prompt] = random_prompts((9,))
     with lora_llm(model, max_loras=1) as llm:
         engine = llm.llm_engine
-        engine.add_request("endless", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=100), lora=first)
+        engine.add_request(
+            "endless", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=100), lora=first
+        )
         engine.add_request("waits", {"prompt_token_ids": prompt}, GREEDY, lora=second)
         engine.step()
         assert llm.get_metrics().num_waiting == 1
@@ -180,7 +201,9 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny_model: TinyM
     prompts = [{"prompt_token_ids": [5, 6, 7]}] * 2
     with lora_llm(model) as llm:
         with pytest.raises(RequestError, match="rank 16, but max_lora_rank is 8"):
-            llm.generate(prompts, GREEDY, lora_request=[good, random_adapter(tmp_path / "large", model, rank=16)])
+            llm.generate(
+                prompts, GREEDY, lora_request=[good, random_adapter(tmp_path / "large", model, rank=16)]
+            )
         for wrong, message in (
             ("name", "lora_request is 'name', but must be a LoRARequest or a list"),
             (LoRARequest("", lora_path=good.path), "lora_name is empty"),
@@ -192,7 +215,10 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny_model: TinyM
             with pytest.raises(RequestError, match=message):
                 llm.generate(prompts, GREEDY, lora_request=wrong)  # type: ignore[arg-type]
         assert names_in_slots(llm) == [] and llm.get_metrics().num_steps == 0
-    with tiny_llm(model) as llm, pytest.raises(RequestError, match=r"'good' needs an engine .* enable_lora=True"):
+    with (
+        tiny_llm(model) as llm,
+        pytest.raises(RequestError, match=r"'good' needs an engine .* enable_lora=True"),
+    ):
         llm.generate(prompts, GREEDY, lora_request=good)
 
 
@@ -219,12 +245,15 @@ def waiting_request(index: int, adapter: int | None) -> Request:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=60), st.integers(1, 3), st.data())
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=60), st.integers(1, 3), st.data()
+)
 def test_no_arrangement_exceeds_the_slots_or_starves_anyone(
     adapters: list[int | None], max_loras: int, data: st.DataObject
 ) -> None:
-    """Requests run for a random number of steps while popular adapters keep arriving: the request that waited first
-    gets in before more than PATIENCE requests with adapters, and those that run never use more than max_loras."""
+    """Requests run for a random number of steps while popular adapters keep arriving: the request that waited
+    first gets in before more than PATIENCE requests with adapters, and those that run never use more than
+    max_loras."""
     admission = AdapterAdmission(max_loras)
     waiting = [waiting_request(index, adapter) for index, adapter in enumerate(adapters)]
     originals = set(waiting)

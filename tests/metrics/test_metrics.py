@@ -25,7 +25,8 @@ def values_of(metrics: ServerMetrics) -> dict[str, float]:
 
 
 def record_stream(metrics: ServerMetrics) -> None:
-    """A request of 5 prompt tokens with two completions: arrival 10, scheduled 11, tokens at 12, 12.5, 13.5."""
+    """A request of 5 prompt tokens with two completions:
+    arrival 10, scheduled 11, tokens at 12, 12.5, 13.5."""
     timings = RequestMetrics(arrival_time=10.0, num_prompt_tokens=5, num_sequences=2)
     timings.queued_time, timings.first_scheduled_time = 10.5, 11.0
     recorder = RequestRecorder(metrics, 2, 10.0)
@@ -63,7 +64,8 @@ def test_tokens_that_come_together_share_the_time_between_outputs() -> None:
     metrics = ServerMetrics()
     record_stream(metrics)
     values = values_of(metrics)
-    # Completion 0: two tokens in half a second, one after another second; completion 1: one token in half a second.
+    # Completion 0: two tokens in half a second, one after another second;
+    # completion 1: one token in half a second.
     assert values["minivllm_inter_token_latency_seconds_count"] == 4
     assert values["minivllm_inter_token_latency_seconds_sum"] == pytest.approx(2.0)
     assert values["minivllm_inter_token_latency_seconds_bucket{le=0.3}"] == 2
@@ -90,14 +92,17 @@ def test_the_cores_own_counters_are_passed_on() -> None:
     assert values["minivllm_num_requests_waiting{engine=0}"] == 4
     assert values["minivllm_kv_cache_usage_ratio{engine=0}"] == 0.5
     assert (
-        values["minivllm_prefix_cache_hits_total{engine=0}"] / values["minivllm_prefix_cache_queries_total{engine=0}"]
+        values["minivllm_prefix_cache_hits_total{engine=0}"]
+        / values["minivllm_prefix_cache_queries_total{engine=0}"]
         == 0.4
     )
 
 
 def test_engines_count_apart_and_one_that_is_down_keeps_its_last_counters() -> None:
     metrics, line = ServerMetrics(), StatusLine()
-    metrics.look_at_engines([SchedulerStats(num_running=3, num_steps=7), SchedulerStats(num_running=4)], [0, 0])
+    metrics.look_at_engines(
+        [SchedulerStats(num_running=3, num_steps=7), SchedulerStats(num_running=4)], [0, 0]
+    )
     assert str(line.next(metrics, 1.0)).startswith("running 7 ")
     metrics.look_at_engines([None, SchedulerStats(num_running=5)], [2, 0])
     values = values_of(metrics)
@@ -135,7 +140,10 @@ def test_speculation_is_counted_in_all_and_by_position() -> None:
     metrics.look_at_engines(
         [
             SchedulerStats(
-                num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, num_accepted_tokens_per_position=[8, 5, 2]
+                num_drafts=10,
+                num_draft_tokens=30,
+                num_accepted_tokens=15,
+                num_accepted_tokens_per_position=[8, 5, 2],
             )
         ],
         [0],

@@ -1,8 +1,9 @@
-"""The ledger of compiled regions: which regions every kind of model has in every layout, and the graph of each.
+"""The ledger of compiled regions:
+which regions every kind of model has in every layout, and the graph of each.
 
-``python -m tests.models.region_ledger --write`` writes ``regions.json``; ``test_region_ledger.py`` compares. Nothing is
-compiled and nothing is generated: an engine is started whose compiler only takes note of what it is asked for, with the
-device policy of a plain CPU, so that every machine finds the same.
+``python -m tests.models.region_ledger --write`` writes ``regions.json``; ``test_region_ledger.py`` compares.
+Nothing is compiled and nothing is generated: an engine is started whose compiler only takes note of what it
+is asked for, with the device policy of a plain CPU, so that every machine finds the same.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel_size": 2},
 }
 FAMILIES = ("llama", "gemma3", "olmo2", "qwen3-moe", "deepseek-v2", "lfm2", "qwen3-next")
-"""One of each kind of layer: plain, windows and norms on both sides, norms over all heads, experts, latents, states."""
+"""One of each kind of layer: plain, windows and norms on both sides, norms over all heads, experts,
+latents, states."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 64},
     "deepseek-v2": {"moe_intermediate_size": 64},
@@ -51,7 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "TP 2 and PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
     "int8": {"quantization": "int8"},
-    "early exit": {"speculative_config": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}},
+    "early exit": {
+        "speculative_config": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}
+    },
     "EAGLE": {"head": "eagle"},
     "EAGLE-3": {"head": "eagle3"},
     "by transformers": {"model_impl": "transformers"},
@@ -72,8 +76,8 @@ class Recorder(RegionCompiler):
 
 
 def canonical_graph(region: Region) -> str:
-    """The exported graph as text that no order of arguments and no name changes: inputs are numbered by their first
-    use, and those that nothing reads are left out."""
+    """The exported graph as text that no order of arguments and no name changes: inputs are numbered by their
+    first use, and those that nothing reads are left out."""
     graph = export_region(region, {}).graph
     names: dict[torch.fx.Node, str] = {}
     lines: list[str] = []
@@ -93,7 +97,9 @@ def canonical_graph(region: Region) -> str:
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        args = [shown(value) for value in node.args] + [f"{key}={shown(one)}" for key, one in node.kwargs.items()]
+        args = [shown(value) for value in node.args] + [
+            f"{key}={shown(one)}" for key, one in node.kwargs.items()
+        ]
         if node.op == "output":
             lines.append(f"output {args}")
             continue
@@ -127,8 +133,19 @@ def recorded(arguments: dict[str, Any]) -> Iterator[list[Recorder]]:
 def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
     """Of each rank: region -> how often it was asked for, which is how often equal ones are compiled."""
     arguments = {
-        **{"model": str(model), "dtype": "float32", "device": "cpu", "attention_backend": "sdpa", "block_size": 8},
-        **{"max_model_len": 64, "max_num_seqs": 12, "num_gpu_blocks_override": 24, "compile_in_background": False},
+        **{
+            "model": str(model),
+            "dtype": "float32",
+            "device": "cpu",
+            "attention_backend": "sdpa",
+            "block_size": 8,
+        },
+        **{
+            "max_model_len": 64,
+            "max_num_seqs": 12,
+            "num_gpu_blocks_override": 24,
+            "compile_in_background": False,
+        },
         **settings,
     }
     with tempfile.TemporaryDirectory() as directory:

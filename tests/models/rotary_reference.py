@@ -4,7 +4,12 @@ import math
 
 
 def llama3_factors(
-    dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+    dim: int,
+    theta: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_context: int,
 ) -> list[float]:
     """What Llama 3's context extension divides each of the ``dim / 2`` rotary frequencies by."""
     factors = []

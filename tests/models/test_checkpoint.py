@@ -1,4 +1,5 @@
-"""Weights arrive by Hugging Face name, exactly those the configuration asks for, or a sentence says why not."""
+"""Weights arrive by Hugging Face name, exactly those the configuration asks for,
+or a sentence says why not."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def shard(directory: Path) -> list[Path]:
     for file, part in zip(files, (names[: len(names) // 2], names[len(names) // 2 :])):
         save_file({name: weights[name] for name in part}, directory / file)
         weight_map.update(dict.fromkeys(part, file))
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (directory / "model.safetensors").unlink()
     return [directory / file for file in files]
 
@@ -94,12 +97,18 @@ FUSED = {
 def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Our weights under the names, and in the pieces, of the family's checkpoints."""
     renamed = next((names for start, names in STORED_NAMES.items() if family.startswith(start)), {})
-    stored = {".".join(renamed.get(part, part) for part in name.split(".")): value for name, value in ours.items()}
-    for whole, parts in next((fused for start, fused in FUSED.items() if family.startswith(start)), {}).items():
+    stored = {
+        ".".join(renamed.get(part, part) for part in name.split(".")): value for name, value in ours.items()
+    }
+    for whole, parts in next(
+        (fused for start, fused in FUSED.items() if family.startswith(start)), {}
+    ).items():
         for first in [name for name in stored if name.split(".")[-2] == parts[0]]:
             pieces = [stored.pop(first.replace(parts[0], part)) for part in parts]
             stored[first.replace(parts[0], whole)] = torch.cat(pieces)
-    for first in [name for name in stored if ".experts.0." in name]:  # transformers stacks them when it loads them
+    for first in [
+        name for name in stored if ".experts.0." in name
+    ]:  # transformers stacks them when it loads them
         own = [name for name in stored if re.sub(r"(experts)\.\d+", r"\1.0", name) == first]
         matrices = [stored.pop(first.replace("experts.0", f"experts.{expert}")) for expert in range(len(own))]
         stored[first.replace(".experts.0", ".experts").removesuffix(".weight")] = torch.stack(matrices)
@@ -113,19 +122,25 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
             stored[name.replace("gate_proj.bias", "gate_up_proj_bias")] = torch.stack(both, dim=-1).flatten(1)
             down = name.replace("gate_proj", "down_proj")
             stored[down.replace(".bias", "_bias")] = stored.pop(down)
-        for name in [name for name in stored if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        for name in [
+            name for name in stored if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        ]:
             if "gate_up" in name:
                 stored[name] = torch.stack(stored[name].chunk(2, dim=1), dim=2).flatten(1, 2)
             stored[name] = stored[name].transpose(1, 2).contiguous()
     for name in [name for name in stored if name.endswith(".conv.conv.weight")]:  # one filter per channel
         stored[name] = stored[name][:, None]
     if family.startswith("gemma"):  # which multiplies by 1 + w
-        stored = {name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()}
+        stored = {
+            name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()
+        }
     return stored
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_yields_exactly_the_weights_that_transformers_loads(family: str, tiny_model: TinyModel) -> None:
+def test_every_family_yields_exactly_the_weights_that_transformers_loads(
+    family: str, tiny_model: TinyModel
+) -> None:
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(family)
@@ -161,7 +176,8 @@ def test_the_text_part_of_a_model_that_sees_images_is_loaded(
 ) -> None:
     source = tiny_model(family)
     stored = {
-        name.replace("model.", prefix, 1): tensor for name, tensor in load_file(source / "model.safetensors").items()
+        name.replace("model.", prefix, 1): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
     }
     stored["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
     stored["multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
@@ -250,12 +266,16 @@ def test_a_head_of_other_values_counts_although_the_configuration_ties_it(
     assert isinstance(facts, DecoderConfig) and not facts.tie_word_embeddings
     assert "lm_head.weight: that is used" in caplog.text
     assert torch.equal(load(llama_copy, facts)["lm_head.weight"], theirs["lm_head.weight"])
-    rewrite(llama_copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    rewrite(
+        llama_copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    )
     facts = read_model_facts(llama_copy)
     assert isinstance(facts, DecoderConfig) and facts.tie_word_embeddings
 
 
-def test_transformers_models_with_a_tied_head_of_other_values_are_refused_with_the_remedy(llama_copy: Path) -> None:
+def test_transformers_models_with_a_tied_head_of_other_values_are_refused_with_the_remedy(
+    llama_copy: Path,
+) -> None:
     config = llama_copy / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
     common: Any = {"model_impl": "transformers", "enforce_eager": True, "num_gpu_blocks_override": 16}
@@ -313,7 +333,9 @@ def test_missing_extra_and_misshapen_tensors_are_named(llama_copy: Path) -> None
 
 
 def test_whole_number_weights_are_refused(llama_copy: Path) -> None:
-    rewrite(llama_copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    rewrite(
+        llama_copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    )
     with pytest.raises(ModelError, match="I8"):
         load(llama_copy)
 
@@ -365,7 +387,8 @@ def test_dummy_weights_depend_on_seed_and_name_only(tiny_model: TinyModel) -> No
     assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
 
 
-# --- GGUF -----------------------------------------------------------------------------------------------------------
+# --- GGUF
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The decoder's regions are pure functions of tensors, and one after the other they are a plain transformer."""
+"""The decoder's regions are pure functions of tensors,
+and one after the other they are a plain transformer."""
 
 from __future__ import annotations
 
@@ -66,9 +67,13 @@ CONFIGS = {
     "norms over all heads": mixers(qk_norm="whole width"),
     "norms after": with_layers(norms=NormSpec(eps=1e-5, place="after", after_eps=0.1)),
     "norms before and after": with_layers(norms=NormSpec(eps=1e-5, place="both", after_eps=0.1)),
-    "biases": with_layers(mixer=replace(LAYER.mixer, qkv_bias=True, o_bias=True), mlp=MlpSpec(inner=40, bias=True)),
+    "biases": with_layers(
+        mixer=replace(LAYER.mixer, qkv_bias=True, o_bias=True), mlp=MlpSpec(inner=40, bias=True)
+    ),
     "tied head": replace(PLAIN, tie_word_embeddings=True),
-    "windows": mixers(attend=[FULL, FULL._replace(window=5), FULL._replace(window=5), FULL._replace(window=2)]),
+    "windows": mixers(
+        attend=[FULL, FULL._replace(window=5), FULL._replace(window=5), FULL._replace(window=2)]
+    ),
     "another scale": mixers(attend=FULL._replace(scale=0.9)),
     "queries scaled by position": mixers(query_scaling=PositionScaling(beta=0.5, interval=3)),
     "heads of two shapes": mixers(heads=[6, 4, 4, 6], kv_heads=[2, 2, 1, 2], head_dim=[8, 8, 16, 8]),
@@ -92,7 +97,9 @@ def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def new_decoder(config: DecoderConfig, weights: dict[str, Tensor]) -> Decoder:
-    decoder = Decoder(config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=MAX_LENGTH)
+    decoder = Decoder(
+        config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=MAX_LENGTH
+    )
     decoder.load_weights((name, tensor.clone()) for name, tensor in weights.items())
     build_regions(decoder, uncompiled)
     return decoder
@@ -109,7 +116,9 @@ def new_caches(config: DecoderConfig) -> list[LayerCache]:
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
 
 
-def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], start: int, table: list[int]) -> Tensor:
+def run_chunk(
+    decoder: Decoder, caches: list[LayerCache], token_ids: list[int], start: int, table: list[int]
+) -> Tensor:
     """Logits of every token of a chunk that starts at position ``start`` of one request."""
     positions = torch.arange(start, start + len(token_ids), dtype=torch.int32)
     blocks = torch.tensor(table, dtype=torch.int32)
@@ -120,7 +129,9 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
         spec = decoder.attention_specs[layer]
         low = torch.clamp(positions - (spec.window or BLOCK_SIZE * len(table)) + 1, min=0)
         bounds = Bounds(positions, low)
-        return gathered_sdpa_attention(q, *caches[layer][:2], blocks[:length], start, bounds=bounds, scale=spec.scale)
+        return gathered_sdpa_attention(
+            q, *caches[layer][:2], blocks[:length], start, bounds=bounds, scale=spec.scale
+        )
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
     inputs, placed = TokenInputs(positions), [cache.at(slots) for cache in caches]
@@ -136,7 +147,9 @@ def test_first_between_and_last_equal_a_plain_transformer(name: str, chunks: lis
     weights = random_weights(config)
     decoder, caches = new_decoder(config, weights), new_caches(config)
     token_ids = torch.randint(0, 50, (13,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = reference_forward(config, {name: tensor.double() for name, tensor in weights.items()}, token_ids)
+    expected = reference_forward(
+        config, {name: tensor.double() for name, tensor in weights.items()}, token_ids
+    )
     logits, start = [], 0
     for count in chunks:
         logits.append(run_chunk(decoder, caches, token_ids[start : start + count], start, [7, 2, 9, 4]))
@@ -154,7 +167,10 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> Calls:
     def note(region: Region) -> Callable:
         def run(*tensors: Tensor) -> Any:
             calls.append(
-                (region, tuple(tensor.clone() if tensor.dtype == torch.int32 else tensor for tensor in tensors))
+                (
+                    region,
+                    tuple(tensor.clone() if tensor.dtype == torch.int32 else tensor for tensor in tensors),
+                )
             )
             return region.function(*tensors)
 
@@ -257,12 +273,19 @@ def test_every_part_of_a_spec_tells_compiled_code_apart() -> None:
         build_regions(decoder, note)
         described = repr([(region.name, region.constants, region.inputs) for region in regions])
         assert " at 0x" not in described
-        if name not in ("windows", "another scale", "two rotary tables", "tied head"):  # not in regions, or inputs
+        if name not in (
+            "windows",
+            "another scale",
+            "two rotary tables",
+            "tied head",
+        ):  # not in regions, or inputs
             assert described not in seen, (name, seen.get(described))
             seen[described] = name
 
 
-@pytest.mark.parametrize("name", ["norms before and after", "norms over all heads", "queries scaled by position"])
+@pytest.mark.parametrize(
+    "name", ["norms before and after", "norms over all heads", "queries scaled by position"]
+)
 @torch.inference_mode()
 def test_what_a_spec_adds_is_traced_without_a_break(name: str) -> None:
     """As one graph, of eager operators: what they are compiled to is judged where a whole model is."""

@@ -54,7 +54,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-moe-plain"])
-def test_stacked_experts_are_the_same_as_single_ones(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
+def test_stacked_experts_are_the_same_as_single_ones(
+    tiny_model: TinyModel, tmp_path: Path, family: str
+) -> None:
     path = tiny_model(family)
     single, stacked = load(path), load(copied(path, tmp_path / "stacked", stack))
     assert set(single) == set(stacked)
@@ -86,7 +88,10 @@ def stacked_and_single(tensors: dict[str, torch.Tensor]) -> None:
     [
         (without_one_expert, r"lacks tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight'"),
         (with_one_more, r"experts\.8\.up_proj\.weight', which the model's configuration does not call for"),
-        (stacked_with_too_few, r"has shape \[7, 64, 32\], but 8 experts of this configuration make \[8, 64, 32\]"),
+        (
+            stacked_with_too_few,
+            r"has shape \[7, 64, 32\], but 8 experts of this configuration make \[8, 64, 32\]",
+        ),
         (stacked_and_single, r"experts\.2\.down_proj\.weight', which is also in another"),
     ],
 )
@@ -101,7 +106,10 @@ def test_files_with_other_experts_are_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, but there are only 8 experts \(num_experts\)"),
+        (
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok is 9, but there are only 8 experts \(num_experts\)",
+        ),
         ({"num_experts": 0}, "num_experts is 0, but must be a whole number"),
         ({"num_experts_per_tok": -1}, "num_experts_per_tok is -1, but must be a whole number"),
         ({"moe_intermediate_size": "many"}, "moe_intermediate_size is 'many', but must be a whole number"),
@@ -133,14 +141,30 @@ def test_impossible_experts_are_refused_in_a_sentence(
         ("mixtral", {"num_experts_per_tok": 5}, r"there are only 4 experts \(num_local_experts\)"),
         ("gpt-oss", {"swiglu_limit": -1.0}, "swiglu_limit is -1.0, but must be a number above 0"),
         ("gpt-oss", {"sliding_window": None}, "sliding_attention needs sliding_window"),
-        ("glm4-moe", {"scoring_func": "tanh"}, "scoring_func is 'tanh', but must be 'sigmoid' in this family"),
-        ("glm4-moe", {"topk_method": "greedy"}, "topk_method is 'greedy', but must be 'noaux_tc' in this family"),
+        (
+            "glm4-moe",
+            {"scoring_func": "tanh"},
+            "scoring_func is 'tanh', but must be 'sigmoid' in this family",
+        ),
+        (
+            "glm4-moe",
+            {"topk_method": "greedy"},
+            "topk_method is 'greedy', but must be 'noaux_tc' in this family",
+        ),
         ("glm4-moe", {"n_group": 3}, "n_group is 3, but must divide the 8 experts into groups of at least 2"),
         ("glm4-moe", {"n_group": 8}, "n_group is 8, but must divide the 8 experts into groups of at least 2"),
         ("glm4-moe", {"n_group": 4, "topk_group": 5}, "topk_group is 5, but must name some of the 4 groups"),
         ("glm4-moe", {"n_group": 4, "topk_group": 1}, "with at least 3 experts together"),
-        ("glm4-moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0, but must be a number above 0"),
-        ("glm4-moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, but must be a whole number"),
+        (
+            "glm4-moe",
+            {"routed_scaling_factor": 0.0},
+            "routed_scaling_factor is 0.0, but must be a number above 0",
+        ),
+        (
+            "glm4-moe",
+            {"first_k_dense_replace": -1},
+            "first_k_dense_replace is -1, but must be a whole number",
+        ),
         ("glm4-moe", {"n_shared_experts": 1.5}, "n_shared_experts is 1.5, but must be a whole number"),
         ("glm4-moe", {"n_routed_experts": "all"}, "n_routed_experts is 'all', but must be a whole number"),
         (
@@ -176,7 +200,11 @@ def test_a_piece_that_is_missing_or_misshapen_is_refused_before_anything_is_read
         assert tensors[piece].shape == shape
         tensors[piece] = tensors[piece][..., :-1].clone()
 
-    module = piece.split(".")[-2] if piece.endswith(("weight", ".bias")) else piece.split(".")[-1].removesuffix("_bias")
+    module = (
+        piece.split(".")[-2]
+        if piece.endswith(("weight", ".bias"))
+        else piece.split(".")[-1].removesuffix("_bias")
+    )
     module = {"router": "gate"}.get(module, module)
     for name, change, message in (
         ("less", lambda tensors: tensors.pop(piece), f"lacks tensor .*{module}"),
@@ -229,7 +257,9 @@ def test_experts_of_a_gguf_file_mean_what_they_say_and_keep_their_blocks(
     kept = dict(iterate_weights(path, "auto", config, torch.float32, kept_bits=frozenset({4, 8})))
     assert set(kept) == set(stored)
     for name, weight in kept.items():
-        assert isinstance(weight, GroupedWeight) is (kind != "F32" and ".experts." in name and "weight" in name)
+        assert isinstance(weight, GroupedWeight) is (
+            kind != "F32" and ".experts." in name and "weight" in name
+        )
         values = weight.restore(torch.float32) if isinstance(weight, GroupedWeight) else weight
         torch.testing.assert_close(values, stored[name])
     (prompt,) = random_prompts((70,))
@@ -239,11 +269,15 @@ def test_experts_of_a_gguf_file_mean_what_they_say_and_keep_their_blocks(
         torch.testing.assert_close(logits, reference_logits(source, prompt), rtol=1e-4, atol=1e-4)
 
 
-def test_a_router_is_read_as_it_is_stored_whatever_the_model_computes_in(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_router_is_read_as_it_is_stored_whatever_the_model_computes_in(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     source = tiny_model("glm4-moe")
     write_expert_gguf(source, tmp_path / "model.gguf")
     exact = load(source)
     for path in (source, tmp_path / "model.gguf"):
         for name, tensor in iterate_weights(path, "auto", read_decoder_config(path), torch.bfloat16):
             assert isinstance(tensor, torch.Tensor)
-            assert torch.equal(tensor.float(), exact[name]) is (".gate." in name or name.endswith("shared_expert_gate"))
+            assert torch.equal(tensor.float(), exact[name]) is (
+                ".gate." in name or name.endswith("shared_expert_gate")
+            )

@@ -1,4 +1,5 @@
-"""A block of experts as compiled code: the package of a region finds the loop over the experts by its name."""
+"""A block of experts as compiled code:
+the package of a region finds the loop over the experts by its name."""
 
 from __future__ import annotations
 

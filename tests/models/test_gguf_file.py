@@ -1,4 +1,5 @@
-"""GGUF files: values as the gguf package reads them, rows as the model needs them, broken files refused at once."""
+"""GGUF files: values as the gguf package reads them, rows as the model needs them,
+broken files refused at once."""
 
 from __future__ import annotations
 
@@ -211,7 +212,9 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def tensor(name: str, dimensions: list[int], kind: int = 0, offset: int = 0, count: int | None = None) -> bytes:
+def tensor(
+    name: str, dimensions: list[int], kind: int = 0, offset: int = 0, count: int | None = None
+) -> bytes:
     sizes = struct.pack(f"<{len(dimensions)}Q", *dimensions)
     return (
         text(name)
@@ -271,7 +274,9 @@ def test_a_broken_header_is_refused_by_name_without_allocating(name: str, tmp_pa
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=6))
-def test_a_mutated_file_is_read_or_refused_with_a_sentence(small_file: Path, changes: list[tuple[int, int]]) -> None:
+def test_a_mutated_file_is_read_or_refused_with_a_sentence(
+    small_file: Path, changes: list[tuple[int, int]]
+) -> None:
     data = bytearray(small_file.read_bytes())
     for position, value in changes:
         data[position] = value

@@ -69,7 +69,9 @@ def rotary(config: DecoderConfig) -> tuple[bool, ...]:
     return tuple(layer.mixer.rotary is not None for layer in config.layers)
 
 
-def projections(architecture: str = "LlamaForCausalLM", **entries: Any) -> tuple[bool, bool, bool, str | None]:
+def projections(
+    architecture: str = "LlamaForCausalLM", **entries: Any
+) -> tuple[bool, bool, bool, str | None]:
     """Of all layers: biases of q, k and v, of the output, of the MLP; and the norm of q and k."""
     (layer,) = set(build(architecture, **entries).layers)
     return layer.mixer.qkv_bias, layer.mixer.o_bias, layer.mlp.bias, layer.mixer.qk_norm
@@ -187,7 +189,13 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
     {"rope_type": "yarn", "factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.7},
     {
         "rope_type": "yarn",
@@ -222,7 +230,10 @@ def test_rotary_parameters_mean_what_they_mean_to_transformers(rope: dict[str, A
 
 def test_partial_rotary_rotates_the_leading_part_of_each_head() -> None:
     assert build(**SMALL, partial_rotary_factor=0.5).rotary[0].dim == 8
-    assert build(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}).rotary[0].dim == 4
+    assert (
+        build(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}).rotary[0].dim
+        == 4
+    )
     with pytest.raises(ModelError, match="partial_rotary_factor"):
         build(**SMALL, partial_rotary_factor=0.2)
 
@@ -234,7 +245,9 @@ def test_windows_follow_the_family_rules() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     typed = build("Qwen3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, layer_types=kinds)
     assert windows(typed) == (9, None, 9, None)
-    smollm3 = build("SmolLM3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2)
+    smollm3 = build(
+        "SmolLM3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2
+    )
     assert windows(smollm3) == (None, 9, None, 9)
     assert rotary(smollm3) == (True, False, True, False)
     with pytest.raises(ModelError, match="layer_types"):
@@ -257,7 +270,9 @@ def test_both_spellings_of_the_element_type_are_read() -> None:
 
 def test_end_ids_of_both_files_are_merged_in_order() -> None:
     entries = {"architectures": ["LlamaForCausalLM"], **SMALL}
-    merged = build_decoder_config({**entries, "eos_token_id": [5, 6]}, {"eos_token_id": [7, 5]}, "config.json")
+    merged = build_decoder_config(
+        {**entries, "eos_token_id": [5, 6]}, {"eos_token_id": [7, 5]}, "config.json"
+    )
     assert merged.eos_token_ids == (5, 6, 7)
     assert build_decoder_config(entries, {"eos_token_id": 9}, "config.json").eos_token_ids == (9,)
     assert build_decoder_config({**entries, "eos_token_id": None}, {}, "config.json").eos_token_ids == ()
@@ -336,7 +351,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         ("GraniteForCausalLM", "logits_scaling", 0.0),
     ],
 )
-def test_a_configuration_that_lies_is_refused_with_file_and_field(architecture: str, field: str, value: Any) -> None:
+def test_a_configuration_that_lies_is_refused_with_file_and_field(
+    architecture: str, field: str, value: Any
+) -> None:
     with pytest.raises(ModelError) as caught:
         build(architecture, **{**SMALL, "head_dim": 16, field: value})
     assert str(caught.value).startswith("config.json: ") and field in str(caught.value)
@@ -350,11 +367,21 @@ def test_longrope_needs_a_factor_for_every_pair(length: int) -> None:
 
 
 def test_longrope_means_what_it_means_to_transformers() -> None:
-    """The divisors of the length asked for, and the factor of cosines and sines that follows from the lengths."""
+    """The divisors of the length asked for,
+    and the factor of cosines and sines that follows from the lengths."""
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-    rope = {"type": "su", "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
-    entries = {**SMALL, "max_position_embeddings": 512, "original_max_position_embeddings": 64, "pad_token_id": None}
+    rope = {
+        "type": "su",
+        "short_factor": [1.0 + i / 10 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+    }
+    entries = {
+        **SMALL,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "pad_token_id": None,
+    }
     theirs = Phi3RotaryEmbedding(
         transformers_config("Phi3ForCausalLM", **entries, rope_parameters={**rope, "type": "longrope"})
     )
@@ -461,7 +488,9 @@ def test_files_that_are_no_configuration_are_refused_by_name(tmp_path: Path) -> 
 
 
 def test_overrides_replace_entries(tiny_model: Any) -> None:
-    config = read_decoder_config(tiny_model("llama"), "auto", {"max_position_embeddings": 77, "rope_theta": 3.0})
+    config = read_decoder_config(
+        tiny_model("llama"), "auto", {"max_position_embeddings": 77, "rope_theta": 3.0}
+    )
     assert config.max_position_embeddings == 77
     # the model's own rope_parameters win over a top-level rope_theta, as in transformers
     assert config.rotary[0].theta == 10000.0
@@ -471,11 +500,20 @@ def test_the_default_model_is_described_by_its_metadata(smollm2_path: Path) -> N
     config = read_decoder_config(smollm2_path)
     assert config.architecture == "LlamaForCausalLM"
     (layer,) = set(config.layers)
-    assert (config.num_layers, layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.head_dim) == (30, 9, 3, 64)
+    assert (config.num_layers, layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.head_dim) == (
+        30,
+        9,
+        3,
+        64,
+    )
     assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
     assert config.rotary == (RotaryConfig(theta=100000.0, dim=64, original_max_position=8192),)
     assert config.tie_word_embeddings and config.dtype == "bfloat16"
-    assert config.bos_token_id == 1 and config.eos_token_ids == (2, 4, 0)  # <|im_end|>, <reponame>, <|endoftext|>
+    assert config.bos_token_id == 1 and config.eos_token_ids == (
+        2,
+        4,
+        0,
+    )  # <|im_end|>, <reponame>, <|endoftext|>
 
 
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 2048)])
@@ -518,7 +556,9 @@ def test_ids_outside_the_vocabulary_are_left_out_with_a_warning_that_names_their
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 512),
     ],
 )
-def test_yarn_and_linear_scaling_extend_the_context(rope: dict[str, Any], positions: int, tmp_path: Path) -> None:
+def test_yarn_and_linear_scaling_extend_the_context(
+    rope: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
     from minivllm.transformers_models.describe.config import read_transformers_config
 
     entries = {**SMALL, "max_position_embeddings": 512, "rope_theta": 10000.0, "rope_scaling": rope}
@@ -534,7 +574,10 @@ def test_scaling_of_some_layers_does_not_extend_the_context() -> None:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    assert build("Gemma3ForCausalLM", max_position_embeddings=512, rope_parameters=rope).max_position_embeddings == 512
+    assert (
+        build("Gemma3ForCausalLM", max_position_embeddings=512, rope_parameters=rope).max_position_embeddings
+        == 512
+    )
 
 
 @pytest.mark.parametrize(
@@ -542,7 +585,10 @@ def test_scaling_of_some_layers_does_not_extend_the_context() -> None:
     [
         ({"rope_type": "linear", "factor": 0.5}, "rope_parameters.factor is 0.5, below 1"),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "is 8 times"),
-        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast is below beta_slow"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2},
+            "beta_fast is below beta_slow",
+        ),
         ({"factor": 4.0}, "factor is not used by rope_type 'default'"),
     ],
 )
@@ -564,7 +610,10 @@ def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it(tmp
     assert windows(build("MistralForCausalLM", num_hidden_layers=2, sliding_window=32)) == (32, 32)
     entries = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**entries, "layer_types": types, "sliding_window": 32}))
-    assert read_transformers_config(tmp_path).load().layer_types == AutoConfig.from_pretrained(tmp_path).layer_types
+    assert (
+        read_transformers_config(tmp_path).load().layer_types
+        == AutoConfig.from_pretrained(tmp_path).layer_types
+    )
 
 
 @pytest.mark.parametrize(
@@ -577,7 +626,9 @@ def test_an_activation_computes_what_transformers_computes_by_that_name(activati
 
     (layer,) = set(build(hidden_act=activation).layers)
     x = torch.linspace(-8, 8, 4001)
-    assert torch.allclose(gated_product(x, torch.ones(4001), layer.mlp.activation), ACT2FN[activation](x), atol=2e-6)
+    assert torch.allclose(
+        gated_product(x, torch.ones(4001), layer.mlp.activation), ACT2FN[activation](x), atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64", "torch.float64"])

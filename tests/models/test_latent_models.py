@@ -1,4 +1,5 @@
-"""Models that keep latents: what a token costs, what is refused, and what other backends and formats make of them."""
+"""Models that keep latents: what a token costs, what is refused,
+and what other backends and formats make of them."""
 
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ def test_published_configurations_become_what_the_papers_say() -> None:
         (V2_LITE, "first_k_dense_replace", -1, "must be a whole number"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_a_sentence(family: dict[str, Any], field: str, value: Any, rule: str) -> None:
+def test_what_cannot_be_run_is_refused_in_a_sentence(
+    family: dict[str, Any], field: str, value: Any, rule: str
+) -> None:
     with pytest.raises(ModelError) as error:
         build({**family, field: value})
     message = str(error.value)
@@ -151,13 +154,19 @@ def test_graphs_leave_attention_over_latents_outside() -> None:
 
 
 def test_graphs_of_what_lies_between_give_the_same_tokens(tiny_model: TinyModel) -> None:
-    directory, prompts = tiny_model("deepseek-v2-groups", first_k_dense_replace=3), random_prompts((1, 20, 33))
+    directory, prompts = (
+        tiny_model("deepseek-v2-groups", first_k_dense_replace=3),
+        random_prompts((1, 20, 33)),
+    )
     with tiny_llm(directory, max_num_batched_tokens=16) as llm:
         runner = runner_of(llm)
         with torch.inference_mode():
             runner.capture_graphs("piecewise", RecordedGraphs())
         assert greedy(llm, prompts) == reference_tokens(directory, prompts)
-        assert runner.graphs is not None and sum(runner.graphs.num_replays.values()) == llm.get_metrics().num_steps
+        assert (
+            runner.graphs is not None
+            and sum(runner.graphs.num_replays.values()) == llm.get_metrics().num_steps
+        )
 
 
 def spoil_free_blocks(llm: LLM) -> None:
@@ -210,7 +219,9 @@ def test_the_pool_takes_the_memory_of_latents(tiny_model: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_projections_are_quantised_and_what_is_absorbed_is_not(tiny_model: TinyModel, quantization: str) -> None:
+def test_projections_are_quantised_and_what_is_absorbed_is_not(
+    tiny_model: TinyModel, quantization: str
+) -> None:
     # Without experts, of which a rounded router chooses others.
     directory = tiny_model("deepseek-v3", q_lora_rank=32, v_head_dim=16, first_k_dense_replace=3)
     [prompt] = random_prompts((33,))
@@ -234,7 +245,9 @@ def test_layers_that_draft_are_left_out(tiny_model: TinyModel, tmp_path: Path) -
     tensors = load_file(directory / "model.safetensors")
     own = [name for name in tensors if name.startswith("model.layers.2.")]
     more = {name.replace(".2.", ".3.", 1): tensors[name].clone() for name in own}
-    save_file({**tensors, **more, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, **more, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors"
+    )
     entries = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**entries, "num_nextn_predict_layers": 1}))
     prompts = random_prompts((9,))

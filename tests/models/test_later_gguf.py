@@ -43,7 +43,8 @@ OTHER_LAYOUTS = ["deepseek-v2-groups", "deepseek-v3", "qwen3-next", "qwen3.5-moe
 
 
 @pytest.mark.parametrize(
-    ("family", "other_layout"), [*((name, False) for name in CONVERTIBLE), *((name, True) for name in OTHER_LAYOUTS)]
+    ("family", "other_layout"),
+    [*((name, False) for name in CONVERTIBLE), *((name, True) for name in OTHER_LAYOUTS)],
 )
 @torch.inference_mode()
 def test_a_gguf_file_gives_the_weights_of_the_safetensors_and_the_logits_of_transformers(
@@ -72,14 +73,20 @@ def test_the_engine_runs_a_gguf_file(tiny_model: TinyModel, tmp_path: Path, fami
 def test_matrices_whose_rows_or_columns_move_keep_their_blocks(
     tiny_model: TinyModel, tmp_path: Path, family: str, value_dim: int
 ) -> None:
-    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": value_dim, "shared_expert_intermediate_size": 64}
+    sizes = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": value_dim,
+        "shared_expert_intermediate_size": 64,
+    }
     source, path = tiny_model(family, **CONVERTIBLE[family], **sizes), tmp_path / "model.gguf"
     write_later_gguf(source, path, "Q8_0")
     config, exact = read_decoder_config(path), weights_of(source)
     kept = dict(iterate_weights(path, "auto", config, torch.float32, kept_bits=frozenset({4, 8})))
     restored = weights_of(path)
     for name, weight in kept.items():
-        is_small = name.endswith(("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")) or ".gate.weight" in name
+        is_small = (
+            name.endswith(("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")) or ".gate.weight" in name
+        )
         if name.endswith("_proj.weight") and not is_small and ".experts." not in name:
             assert isinstance(weight, GroupedWeight), name
             torch.testing.assert_close(weight.restore(torch.float32), restored[name], rtol=0, atol=1e-6)
@@ -89,30 +96,78 @@ def test_matrices_whose_rows_or_columns_move_keep_their_blocks(
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("deepseek-v3", {"expert_gating_func": 3}, "scoring_func is 'unknown to this decoder', but must be 'softmax'"),
+        (
+            "deepseek-v3",
+            {"expert_gating_func": 3},
+            "scoring_func is 'unknown to this decoder', but must be 'softmax'",
+        ),
         ("deepseek-v3", {"expert_gating_func": 1}, "norm_topk_prob is True, but must be False"),
-        ("deepseek-v3", {"attention.temperature_scale": 0.5}, r"attention.temperature_scale is 0\.5, but must be 0"),
+        (
+            "deepseek-v3",
+            {"attention.temperature_scale": 0.5},
+            r"attention.temperature_scale is 0\.5, but must be 0",
+        ),
         ("deepseek-v3", {"attention.kv_lora_rank": None}, "kv_lora_rank is None, but must be a whole number"),
         ("deepseek-v3", {"attention.key_length_mla": 8}, "qk_nope_head_dim is 0, but must be a whole number"),
-        ("deepseek-v3", {"attention.key_length_mla": "20"}, "qk_nope_head_dim is None, but must be a whole number"),
+        (
+            "deepseek-v3",
+            {"attention.key_length_mla": "20"},
+            "qk_nope_head_dim is None, but must be a whole number",
+        ),
         ("deepseek-v3", {"expert_group_count": 3}, "n_group is 3, but must divide the 8 experts"),
-        ("deepseek-v3", {"rope.scaling.yarn_beta_fast": "much"}, "yarn_beta_fast is 'much', but must be a number"),
+        (
+            "deepseek-v3",
+            {"rope.scaling.yarn_beta_fast": "much"},
+            "yarn_beta_fast is 'much', but must be a number",
+        ),
         ("granite-hybrid", {"ssm.inner_size": 100}, "mamba_d_head is None, but must be a whole number"),
-        ("granite-hybrid", {"ssm.inner_size": 96}, "mamba_n_heads is 8, but times mamba_d_head 12 must be 64"),
+        (
+            "granite-hybrid",
+            {"ssm.inner_size": 96},
+            "mamba_n_heads is 8, but times mamba_d_head 12 must be 64",
+        ),
         ("granite-hybrid", {"ssm.group_count": 3}, "mamba_n_groups is 3, but must divide mamba_n_heads 8"),
-        ("granite-hybrid", {"attention.head_count_kv": [0, 2, 0]}, "layer_types is .* for each of the 4 layers"),
+        (
+            "granite-hybrid",
+            {"attention.head_count_kv": [0, 2, 0]},
+            "layer_types is .* for each of the 4 layers",
+        ),
         ("granite-hybrid", {"attention.head_count_kv": 2}, "layer_types is .* must hold attention"),
-        ("qwen3.5", {"ssm.time_step_rank": 3}, "linear_num_key_heads is 2, but must divide linear_num_value_heads 3"),
+        (
+            "qwen3.5",
+            {"ssm.time_step_rank": 3},
+            "linear_num_key_heads is 2, but must divide linear_num_value_heads 3",
+        ),
         ("qwen3.5", {"ssm.conv_kernel": None}, "linear_conv_kernel_dim is None, but must be a whole number"),
-        ("qwen3.5", {"full_attention_interval": 0}, "full_attention_interval is 0, but must be a whole number"),
+        (
+            "qwen3.5",
+            {"full_attention_interval": 0},
+            "full_attention_interval is 0, but must be a whole number",
+        ),
         ("qwen3.5", {"full_attention_interval": 100}, "layer_types is .* must hold full_attention"),
         ("qwen3.5", {"nextn_predict_layers": 4}, "num_hidden_layers is 0, but must be a whole number"),
         ("qwen3.5", {"feed_forward_length": None}, "does not set qwen35.feed_forward_length"),
-        ("qwen3.5-moe", {"ssm.inner_size": "wide"}, "linear_value_head_dim is None, but must be a whole number"),
+        (
+            "qwen3.5-moe",
+            {"ssm.inner_size": "wide"},
+            "linear_value_head_dim is None, but must be a whole number",
+        ),
         ("qwen3.5-moe", {"expert_used_count": 7}, "num_experts_per_tok is 7, but there are only 6 experts"),
-        ("ministral3", {"rope.scaling.original_context_length": None}, "original_max_position_embeddings is None"),
-        ("ministral3", {"attention.temperature_scale": "hot"}, "llama_4_scaling_beta is 'hot', but must be a number"),
-        ("ministral3", {"rope.scaling.yarn_log_multiplier": -1.0}, r"mscale_all_dim is -1\.0, but must be a number"),
+        (
+            "ministral3",
+            {"rope.scaling.original_context_length": None},
+            "original_max_position_embeddings is None",
+        ),
+        (
+            "ministral3",
+            {"attention.temperature_scale": "hot"},
+            "llama_4_scaling_beta is 'hot', but must be a number",
+        ),
+        (
+            "ministral3",
+            {"rope.scaling.yarn_log_multiplier": -1.0},
+            r"mscale_all_dim is -1\.0, but must be a number",
+        ),
     ],
 )
 def test_metadata_that_cannot_be_true_are_refused_in_a_sentence(
@@ -128,8 +183,16 @@ def test_metadata_that_cannot_be_true_are_refused_in_a_sentence(
     ("family", "changes", "message"),
     [
         # As many values in all, but not of keys and of values.
-        ("deepseek-v3", {"attention.key_length_mla": 18, "attention.value_length_mla": 12}, "calls for|call for"),
-        ("granite-hybrid", {"ssm.state_size": 16}, r"has shape \[176\], but the configuration calls for \[192\]"),
+        (
+            "deepseek-v3",
+            {"attention.key_length_mla": 18, "attention.value_length_mla": 12},
+            "calls for|call for",
+        ),
+        (
+            "granite-hybrid",
+            {"ssm.state_size": 16},
+            r"has shape \[176\], but the configuration calls for \[192\]",
+        ),
         ("qwen3.5", {"ssm.state_size": 10}, r"has shape \[\d+, 64\], but the configuration calls for"),
         ("qwen3.5", {"full_attention_interval": 2}, "call"),
     ],
@@ -158,9 +221,13 @@ def test_layers_that_guess_further_tokens_are_left_out(tiny_model: TinyModel, tm
     assert set(weights_of(path)) == set(weights_of(source))
 
 
-def test_a_mistral_small_is_a_ministral_whose_queries_do_not_grow(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_mistral_small_is_a_ministral_whose_queries_do_not_grow(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
-    plain = dict.fromkeys(("attention.temperature_scale", "rope.scaling.type", "rope.scaling.yarn_log_multiplier"))
+    plain = dict.fromkeys(
+        ("attention.temperature_scale", "rope.scaling.type", "rope.scaling.yarn_log_multiplier")
+    )
     write_later_gguf(tiny_model("ministral3"), path, changes=plain)
     config = read_decoder_config(path)
     assert config.layers[0].attention.query_scaling is None and config.rotary[0].type == "default"

@@ -36,11 +36,16 @@ def without_weights(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterat
             mean = 0.0 if name.endswith("bias") else float(tensor.mean())
             yield name, config, {**weights, name: torch.full_like(tensor, mean)}
     for norm in sorted({name.split(".")[-2] for name in weights if "layernorm" in name}):
-        yield f"all {norm}", config, {name: tensor for name, tensor in weights.items() if f".{norm}." not in name}
+        yield (
+            f"all {norm}",
+            config,
+            {name: tensor for name, tensor in weights.items() if f".{norm}." not in name},
+        )
 
 
 def without_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
-    """What is not the neutral value, in the whole model or in a layer, replaced by that; windows by longer ones."""
+    """What is not the neutral value, in the whole model or in a layer, replaced by that;
+    windows by longer ones."""
     for field, neutral in (("embedding_scale", 1.0), ("logits_scale", 1.0), ("logits_soft_cap", None)):
         if getattr(config, field) != neutral:
             yield field, replace(config, **{field: neutral}), weights
@@ -48,7 +53,9 @@ def without_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator
     layers = tuple(replace(layer, mlp=replace(layer.mlp, activation="gelu")) for layer in config.layers)
     if config.layers[0].mlp.activation == "silu":  # the two forms of gelu differ by less than is noticed
         yield "activation", replace(config, layers=layers), weights
-    without = without_latent_facts if isinstance(config.layers[0].mixer, LatentSpec) else without_attention_facts
+    without = (
+        without_latent_facts if isinstance(config.layers[0].mixer, LatentSpec) else without_attention_facts
+    )
     yield from without(config, weights)
 
 
@@ -63,13 +70,19 @@ def without_latent_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> I
     assert (mixer.scale != plain) == (config.rotary[0].type == "yarn")
     if mixer.scale != plain:
         yield "mscale", changed(scale=plain), weights
-        yield "attention factor", replace(config, rotary=(replace(config.rotary[0], attention_factor=1.0),)), weights
+        yield (
+            "attention factor",
+            replace(config, rotary=(replace(config.rotary[0], attention_factor=1.0),)),
+            weights,
+        )
     yield "pairs", changed(interleaved=not mixer.interleaved), weights
 
 
 def without_attention_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
     def changed(change: Callable[[SelfAttentionSpec], dict[str, Any]]) -> DecoderConfig:
-        layers = (replace(layer, mixer=replace(layer.mixer, **change(layer.attention))) for layer in config.layers)
+        layers = (
+            replace(layer, mixer=replace(layer.mixer, **change(layer.attention))) for layer in config.layers
+        )
         return replace(config, layers=tuple(layers))
 
     def attending(change: Callable[[AttentionSpec], dict[str, Any]]) -> DecoderConfig:
@@ -101,7 +114,9 @@ def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterat
 
     def changed(change: Callable[[MoeSpec], dict[str, Any]]) -> DecoderConfig:
         layers = (
-            replace(layer, mlp=replace(layer.mlp, **change(layer.mlp))) if isinstance(layer.mlp, MoeSpec) else layer
+            replace(layer, mlp=replace(layer.mlp, **change(layer.mlp)))
+            if isinstance(layer.mlp, MoeSpec)
+            else layer
             for layer in config.layers
         )
         return replace(config, layers=tuple(layers))

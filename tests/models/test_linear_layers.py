@@ -1,4 +1,5 @@
-"""Shards of a linear layer add up to the whole: columns concatenated, rows summed, merged parts in their places."""
+"""Shards of a linear layer add up to the whole:
+columns concatenated, rows summed, merged parts in their places."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ DTYPES = pytest.mark.parametrize(
         pytest.param(
             torch.bfloat16,
             2e-2,
-            marks=pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU cannot pack bfloat16 weights"),
+            marks=pytest.mark.skipif(
+                not can_pack(torch.bfloat16), reason="this CPU cannot pack bfloat16 weights"
+            ),
         ),
     ],
 )
@@ -47,7 +50,9 @@ def checkpoint(
     dtype: torch.dtype, parts: dict[str, int] = PARTS
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
-    weights = {name: (torch.randn(size, IN, generator=generator) / IN**0.5).to(dtype) for name, size in parts.items()}
+    weights = {
+        name: (torch.randn(size, IN, generator=generator) / IN**0.5).to(dtype) for name, size in parts.items()
+    }
     biases = {name: torch.randn(size, generator=generator).to(dtype) for name, size in parts.items()}
     return weights, biases, torch.randn(5, IN, generator=generator).to(dtype)
 
@@ -73,7 +78,9 @@ def product(layer: Linear, x: Tensor) -> Tensor:
     return layer.method.apply(x, layer.tensors)
 
 
-def whole_product(x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def whole_product(
+    x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor] | None
+) -> dict[str, Tensor]:
     """Float64, part by part."""
     out = {name: x.double() @ weight.double().T for name, weight in weights.items()}
     return out if biases is None else {name: part + biases[name].double() for name, part in out.items()}
@@ -145,7 +152,8 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
 def test_compiled_code_has_tiles_and_code_that_is_not_a_copy(
     shards: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a worker whose part of the inputs is not what a tile takes, and of a weight that is stored wide."""
+    """Also of a worker whose part of the inputs is not what a tile takes,
+    and of a weight that is stored wide."""
     choose = MethodChooser(None, None, torch.bfloat16, DevicePolicy(type="cpu"), compiled=True)
     how = {"bias": has_bias, "split": "row", "dtype": torch.bfloat16, "device": CPU, "choose": choose}
     layer = Linear({"gate_proj": 96, "up_proj": 96}, 128, shard=Shard(0, shards), **how)  # type: ignore[arg-type]
@@ -163,7 +171,10 @@ def test_compiled_code_has_tiles_and_code_that_is_not_a_copy(
         for is_compiled in (False, True):
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda own=is_compiled: own)
             assert (len(uncompiled_copies) > 0) == is_compiled
-            whole_out, halves = layer.product(x, layer.arguments), layer.product.halves(x, layer.arguments, None)
+            whole_out, halves = (
+                layer.product(x, layer.arguments),
+                layer.product.halves(x, layer.arguments, None),
+            )
             for out in (whole_out, torch.cat(halves, dim=1)):
                 assert (out.double() - expected).norm() <= 0.01 * expected.norm()
         forget_uncompiled_copies()
@@ -193,7 +204,12 @@ def test_what_has_no_tiles_stays_as_it_is_where_code_is_compiled() -> None:
     ],
 )
 def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
-    stored: torch.dtype, dtype: torch.dtype, bits: int, inputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    bits: int,
+    inputs: int,
+    has_bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second of two workers has a part of the inputs, which may be an odd number of them."""
     choose = MethodChooser(None, None, dtype, FOR_LOOPS, compiled=True)
@@ -235,7 +251,9 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of another weight shows who reads it. It has no owner, and goes where the weight goes."""
-    weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
+    weight, other = (
+        torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2)
+    )
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)
     assert method == PackedLinear(64, reads_words=True)

@@ -1,4 +1,5 @@
-"""The plain forward pass equals transformers' in float32, and the engine's over blocks equals the plain one."""
+"""The plain forward pass equals transformers' in float32,
+and the engine's over blocks equals the plain one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.parity_reference import MAX_MODEL_LEN, engine_logits, random_prompts,
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_transformers_the_plain_pass_and_the_engine_say_the_same(tiny_model: Callable[..., Path], family: str) -> None:
+def test_transformers_the_plain_pass_and_the_engine_say_the_same(
+    tiny_model: Callable[..., Path], family: str
+) -> None:
     directory = tiny_model(family)
     config = read_decoder_config(directory, "auto")
     weights: dict[str, Tensor] = {}

@@ -1,4 +1,5 @@
-"""The regions of every kind of model are those of the ledger: a change of what is compiled shows in review."""
+"""The regions of every kind of model are those of the ledger:
+a change of what is compiled shows in review."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ REASON = cannot_compile_reason(torch.device("cpu"))
 RECORDED: dict[str, Any] = json.loads(LEDGER.read_text(encoding="utf-8"))
 
 
-@pytest.mark.skipif(RECORDED["torch"] != TORCH, reason=f"the ledger holds graphs of PyTorch {RECORDED['torch']}")
+@pytest.mark.skipif(
+    RECORDED["torch"] != TORCH, reason=f"the ledger holds graphs of PyTorch {RECORDED['torch']}"
+)
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize(
     ("family", "name", "settings"),
     [
-        pytest.param(*case, id=", ".join(case[:2]), marks=() if case[:2] == ("llama", "alone") else pytest.mark.slow)
+        pytest.param(
+            *case, id=", ".join(case[:2]), marks=() if case[:2] == ("llama", "alone") else pytest.mark.slow
+        )
         for case in cases()
     ],
 )
@@ -31,7 +36,9 @@ def test_regions_are_those_of_the_ledger(
     tiny_model: Callable[..., Path], family: str, name: str, settings: dict[str, Any]
 ) -> None:
     """`python -m tests.models.region_ledger --write` records a change that is meant."""
-    assert regions_of(tiny_model(family, **SHAPES.get(family, {})), **settings) == RECORDED[f"{family}, {name}"]
+    assert (
+        regions_of(tiny_model(family, **SHAPES.get(family, {})), **settings) == RECORDED[f"{family}, {name}"]
+    )
 
 
 def test_the_ledger_has_every_case_and_no_other() -> None:

@@ -1,4 +1,5 @@
-"""The table of families: rows are added from outside by name or by import path, and none of the table is replaced."""
+"""The table of families: rows are added from outside by name or by import path,
+and none of the table is replaced."""
 
 from __future__ import annotations
 

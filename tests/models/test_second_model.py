@@ -47,8 +47,8 @@ VARIED: tuple[dict[str, Any], ...] = (
 
 
 class AttentionOnly:
-    """A learned position is added to each token; three layers of attention follow: no norm, no rotation, no MLP. A
-    layer with sinks takes them from the embedding."""
+    """A learned position is added to each token; three layers of attention follow: no norm, no rotation, no
+    MLP. A layer with sinks takes them from the embedding."""
 
     vocab_size, feature_size = VOCAB, 0
     dtype = attention_dtype = torch.float32
@@ -75,16 +75,22 @@ class AttentionOnly:
     def take_weights(self, other: Any) -> None:
         self.weights = other.weights
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
         x = TensorSpec((TOKENS, WIDTH), torch.float32, CPU)
         self.project = [
             compile_region(
-                Region("project", project, {"x": x, "weight": specs_of(weight), "tokens": tokens, "cache": cache})
+                Region(
+                    "project", project, {"x": x, "weight": specs_of(weight), "tokens": tokens, "cache": cache}
+                )
             )
             for weight, cache in zip((self.weights[str(layer)] for layer in range(3)), caches)
         ]
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
         x = self.weights["embedding"][token_ids] + self.weights["positions"][tokens.positions]
         for layer, (cache, spec) in enumerate(zip(caches, self.attention_specs)):
             q = self.project[layer](x, self.weights[str(layer)], tokens, cache)
@@ -157,7 +163,9 @@ def test_a_model_that_is_no_decoder_generates_through_the_runner(shapes: tuple[S
     model.load_weights(weights.items())
     policy = DevicePolicy.of(CPU)
     runner = ModelRunner(model, RegionCompiler(enabled=False), LIMITS, policy, find_attention("sdpa"))
-    model.build_regions(uncompiled, *declared(model, LIMITS))  # which sees to it that arguments are the declared ones
+    model.build_regions(
+        uncompiled, *declared(model, LIMITS)
+    )  # which sees to it that arguments are the declared ones
     check_generates(runner, model)
 
 
@@ -189,14 +197,18 @@ def test_the_tokens_above_would_be_others_if_a_piece_were_left_out(piece: str) -
     ]
     for model in models:
         model.load_weights(random_weights().items())
-    expected, others = ([greedy_by_hand(model, prompt, 10) for prompt in PROMPTS.values()] for model in models)
+    expected, others = (
+        [greedy_by_hand(model, prompt, 10) for prompt in PROMPTS.values()] for model in models
+    )
     assert expected != others
 
 
 def test_sinks_must_be_given_where_the_spec_has_them_and_only_there() -> None:
     model = AttentionOnly(EQUAL, VARIED)
     model.load_weights(random_weights().items())
-    runner = ModelRunner(model, RegionCompiler(enabled=False), LIMITS, DevicePolicy.of(CPU), find_attention("sdpa"))
+    runner = ModelRunner(
+        model, RegionCompiler(enabled=False), LIMITS, DevicePolicy.of(CPU), find_attention("sdpa")
+    )
     inputs = runner.model.build([], 2)
     q = torch.zeros(2, 2, 3, 8)
     for layer, sinks in ((0, None), (1, torch.zeros(6))):
@@ -224,7 +236,9 @@ def check_generates(runner: ModelRunner, model: AttentionOnly) -> None:
     counts = {name: len(prompt) for name, prompt in PROMPTS.items()}
     tokens: dict[str, list[int]] = {name: [] for name in PROMPTS}
     for step in range(10):
-        output = runner.execute(SchedulerOutput(num_scheduled_tokens=counts, new_requests=[] if step else new))
+        output = runner.execute(
+            SchedulerOutput(num_scheduled_tokens=counts, new_requests=[] if step else new)
+        )
         counts = dict.fromkeys(PROMPTS, 1)
         for name, sampled in output.sampled_token_ids.items():
             tokens[name] += sampled
@@ -244,6 +258,8 @@ def declared(model: Model, limits: RunnerLimits) -> tuple[TokenInputs, list[Laye
 def test_what_a_drafter_needs_beyond_the_protocol_is_refused_with_a_sentence() -> None:
     model = AttentionOnly()
     model.load_weights(random_weights().items())
-    runner = ModelRunner(model, RegionCompiler(enabled=False), LIMITS, DevicePolicy.of(CPU), find_attention("sdpa"))
+    runner = ModelRunner(
+        model, RegionCompiler(enabled=False), LIMITS, DevicePolicy.of(CPU), find_attention("sdpa")
+    )
     with pytest.raises(ConfigError, match="AttentionOnly cannot leave out layers"):
         runner.speculate(SpeculativeConfig(method="early_exit", num_layers=1), None)

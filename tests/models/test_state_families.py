@@ -1,4 +1,5 @@
-"""Families with layers that keep a state: the plain pass is transformers', every piece matters, nonsense is refused."""
+"""Families with layers that keep a state:
+the plain pass is transformers', every piece matters, nonsense is refused."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ def load(directory: Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     return config, {name: tensor.clone() for name, tensor in weights if isinstance(tensor, Tensor)}
 
 
-def pieces(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[tuple[str, DecoderConfig, dict[str, Tensor]]]:
-    """The model without one of its pieces: vectors made even, small weights emptied, facts of the layers changed. Of
-    layers that are alike, in the first one."""
+def pieces(
+    config: DecoderConfig, weights: dict[str, Tensor]
+) -> Iterator[tuple[str, DecoderConfig, dict[str, Tensor]]]:
+    """The model without one of its pieces: vectors made even, small weights emptied, facts of the layers
+    changed. Of layers that are alike, in the first one."""
     first = {layer: index for index, layer in reversed(list(enumerate(config.layers)))}
     for name, tensor in weights.items():
         index = name.removeprefix("model.layers.").split(".")[0]
@@ -43,7 +46,9 @@ def pieces(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[tuple[
         if tensor.dim() == 1:
             even = 0.0 if name.endswith("bias") else float(tensor.mean())
             yield name, config, {**weights, name: torch.full_like(tensor, even)}
-        if name.endswith((".D", ".g_proj.weight", "shared_expert_gate.weight", "in_proj_z.weight", "in_proj_b.weight")):
+        if name.endswith(
+            (".D", ".g_proj.weight", "shared_expert_gate.weight", "in_proj_z.weight", "in_proj_b.weight")
+        ):
             yield name, config, {**weights, name: torch.zeros_like(tensor)}
         if name.endswith(("conv1d.weight", ".conv.weight")):
             last = torch.zeros_like(tensor)
@@ -75,7 +80,10 @@ def test_the_plain_pass_is_that_of_transformers_and_every_piece_is_noticed(
     directory = tiny_model(family)
     config, weights = load(directory)
     (prompt,) = random_prompts((70,))
-    whole, expected = reference_forward(config, weights, prompt, MAX_MODEL_LEN), reference_logits(directory, prompt)
+    whole, expected = (
+        reference_forward(config, weights, prompt, MAX_MODEL_LEN),
+        reference_logits(directory, prompt),
+    )
     largest = float(expected.abs().max())
     assert (whole - expected).abs().max() <= 2e-5 * largest
     (short,) = random_prompts((24,))
@@ -127,7 +135,10 @@ def test_entries_left_out_take_the_defaults_of_transformers(
         assert (mixer.state_dim, mixer.taps) == (theirs.mamba_d_state, theirs.mamba_d_conv)
         assert (mixer.conv_bias, mixer.bias) == (theirs.mamba_conv_bias, theirs.mamba_proj_bias)
         assert isinstance(mlp, MoeSpec) and mlp.shared is not None
-        assert (mlp.num_experts, mlp.shared.inner) == (theirs.num_local_experts, theirs.shared_intermediate_size)
+        assert (mlp.num_experts, mlp.shared.inner) == (
+            theirs.num_local_experts,
+            theirs.shared_intermediate_size,
+        )
         return
     assert isinstance(mixer, GatedDeltaSpec)
     assert (mixer.key_heads, mixer.heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
@@ -173,9 +184,13 @@ def test_entries_left_out_take_the_defaults_of_transformers(
         (GRANITE, "layer_types", None),
     ],
 )
-def test_what_cannot_be_computed_is_refused_with_file_and_field(architecture: str, field: str, value: Any) -> None:
+def test_what_cannot_be_computed_is_refused_with_file_and_field(
+    architecture: str, field: str, value: Any
+) -> None:
     types = ["mamba", "attention", "mamba", "mamba"]
-    sizes = {"mamba_n_heads": 8, "num_local_experts": 0, "layer_types": types} if architecture == GRANITE else {}
+    sizes = (
+        {"mamba_n_heads": 8, "num_local_experts": 0, "layer_types": types} if architecture == GRANITE else {}
+    )
     build(architecture, **sizes)
     with pytest.raises(ModelError, match=f"^config.json: {field} is "):
         build(architecture, **{**sizes, field: value})
@@ -188,7 +203,11 @@ def test_the_text_part_of_a_model_with_images_is_found_and_its_drafting_layers_a
 
     directory = tiny_model("qwen3.5")
     text = json.loads((directory / "config.json").read_text())
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "dtype": text.pop("dtype")}
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": text.pop("dtype"),
+    }
     (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text, "vision_config": {}}))
     stored = load_file(directory / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}

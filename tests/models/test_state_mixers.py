@@ -1,4 +1,5 @@
-"""Mixers that keep a matrix as their state, over rows cut into steps, against the plain loop over the whole text."""
+"""Mixers that keep a matrix as their state, over rows cut into steps,
+against the plain loop over the whole text."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def mixer_shapes(spec: GatedDeltaSpec | Mamba2Spec) -> dict[str, tuple[int, ...]
         rotary=(),
     )
     own = f"{prefix}{spec.block}."
-    return {name.removeprefix(prefix): s for name, s in expected_shapes(config).items() if name.startswith(own)}
+    return {
+        name.removeprefix(prefix): s for name, s in expected_shapes(config).items() if name.startswith(own)
+    }
 
 
 def rows_of(read: tuple[int, int], write: tuple[int, int], counts: np.ndarray) -> StateRows:
@@ -62,14 +65,17 @@ def rows_of(read: tuple[int, int], write: tuple[int, int], counts: np.ndarray) -
 
 
 def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_region: CompileRegion) -> None:
-    """Every step writes its states into other slots than those it reads; the first one reads the zeros of slot 0."""
+    """Every step writes its states into other slots than those it reads;
+    the first one reads the zeros of slot 0."""
     generator = torch.Generator().manual_seed(1)
     mixer = make_mixer(spec, HIDDEN, LinearFactory(torch.float32, CPU), torch.float32)
     linear_of = {part: linear for linear in mixer.linears for part in linear.sizes}
     weights: dict[str, Tensor] = {}
     vectors: dict[str, Tensor] = {}
     for name, shape in mixer_shapes(spec).items():
-        tensor = weights[name] = torch.randn(shape, generator=generator) / (shape[-1] if len(shape) > 1 else 2) ** 0.5
+        tensor = weights[name] = (
+            torch.randn(shape, generator=generator) / (shape[-1] if len(shape) > 1 else 2) ** 0.5
+        )
         _, _, own = name.partition(".")
         module, _, kind = own.rpartition(".")
         if module in linear_of:
@@ -95,7 +101,9 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
         x = torch.cat([text[first : first + count] for text, first, count in zip(texts, done, step)])
         rows, prepared = rows_of(read, write, counts), update.prepare(counts)
 
-        def attend(layer: int, q: Tensor, given: Any = None, rows: Any = rows, prepared: Any = prepared) -> Tensor:
+        def attend(
+            layer: int, q: Tensor, given: Any = None, rows: Any = rows, prepared: Any = prepared
+        ) -> Tensor:
             return update(q, states, rows, prepared, given)
 
         (added,) = runner([x, x, torch.zeros(len(x), dtype=torch.int32)], World(attend))

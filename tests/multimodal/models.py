@@ -39,8 +39,10 @@ SPECIAL = [
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}:{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
+    "{% for message in messages %}{{ message['role'] }}:{% if message['content'] is string %}{{ "
+    "message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ "
+    "part['text'] }}"
     "{% endif %}{% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -151,15 +153,20 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     if model.config.model_type == "llava":
         is_clip = model.config.vision_config.model_type == "clip_vision_model"
-        images: Any = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(directory)
+        images: Any = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(
+            directory
+        )
         strategy = model.config.vision_feature_select_strategy
         return model, LlavaProcessor(images, tokenizer, 4, strategy, num_additional_image_tokens=int(is_clip))
     images = Idefics3ImageProcessorPil.from_pretrained(directory)
     return model, Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
-def expected(directory: Path, text: str, images: list[Image.Image], num_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """Tokens that transformers generates greedily, and the logits [tokens, vocab] that they were taken from."""
+def expected(
+    directory: Path, text: str, images: list[Image.Image], num_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """Tokens that transformers generates greedily, and the logits [tokens,
+    vocab] that they were taken from."""
     model, processor = reference(directory)
     inputs = processor(images=images or None, text=text, return_tensors="pt")
     with torch.inference_mode():

@@ -91,12 +91,18 @@ def test_prompts_and_images_must_go_together(directories: dict[str, Path]) -> No
     image = picture(0)
     with engine(directories["clip"]) as llm:
         for given, reason in [
-            (prompt("<s>none", image), "The prompt has 0 placeholders for images (token 2), but 1 images came with it"),
+            (
+                prompt("<s>none", image),
+                "The prompt has 0 placeholders for images (token 2), but 1 images came with it",
+            ),
             ({"prompt": "<s><image>"}, "The prompt has 1 placeholders for images (token 2), but 0 images"),
             (prompt("<s>" + "<image>" * 9, *[image] * 9), "has 9 images, but may have at most 8"),
             ({"prompt": "<s>", "multi_modal_data": {"video": image}}, "must be a dictionary such as"),
             ({"prompt": "<s>", "multi_modal_data": [image]}, "must be a dictionary such as"),
-            (prompt("<s><image>", image, mm_processor_kwargs={"size": 3}), "images of this model have no choices"),
+            (
+                prompt("<s><image>", image, mm_processor_kwargs={"size": 3}),
+                "images of this model have no choices",
+            ),
             (prompt("<s>" + "<image>" * 8 + "x" * 320, *[image] * 8), "max_model_len is 512"),
         ]:
             with pytest.raises(RequestError) as caught:

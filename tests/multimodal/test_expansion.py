@@ -27,11 +27,15 @@ SIZES = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(lambda size: 
 def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, size: tuple[int, int]) -> None:
     directory = directories[kind]
     config, tokenizer = read_config(directory), load_tokenizer(directory)
-    expansion = make_expansion(str(config["model_type"]), config, read_processor(directory, config), str(directory))
+    expansion = make_expansion(
+        str(config["model_type"]), config, read_processor(directory, config), str(directory)
+    )
     image = Image.fromarray(np.zeros((size[1], size[0], 3), np.uint8))
     _, processor = reference(directory)
     for choice in [{}, *[{name: value} for name in expansion.options for value in (False, True)]]:
-        inputs = processor(images=[image], text="<image>", return_tensors="np", add_special_tokens=False, **choice)
+        inputs = processor(
+            images=[image], text="<image>", return_tensors="np", add_special_tokens=False, **choice
+        )
         span = expansion.expand(*size, choice, lambda text: tokenizer.encode(text, add_special_tokens=False))
         assert span.token_ids == inputs["input_ids"][0].tolist()
         units = inputs["pixel_values"].reshape(-1, *expansion.unit_shape)

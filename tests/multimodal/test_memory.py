@@ -19,7 +19,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 @pytest.mark.parametrize("kind", ("clip", "smolvlm"))
 def test_a_cache_of_one_image_serves_many(directories: dict[str, Path], kind: str) -> None:
     directory = directories[kind]
-    prompts = [(f"<s>{number}<image>and<image>", [picture(number), picture(number + 1)]) for number in range(5)]
+    prompts = [
+        (f"<s>{number}<image>and<image>", [picture(number), picture(number + 1)]) for number in range(5)
+    ]
     settings = {"encoder_cache_bytes": 1, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 128}
     with engine(directory, **settings) as llm:
         outputs = llm.generate([prompt(text, *images) for text, images in prompts], GREEDY)
@@ -29,7 +31,9 @@ def test_a_cache_of_one_image_serves_many(directories: dict[str, Path], kind: st
 
 def test_pixels_have_a_bound_and_all_requests_end(directories: dict[str, Path]) -> None:
     directory = directories["smolvlm"]
-    prompts = [(f"<s>{number}<image>and<image>", [picture(number), picture(number + 7)]) for number in range(6)]
+    prompts = [
+        (f"<s>{number}<image>and<image>", [picture(number), picture(number + 7)]) for number in range(6)
+    ]
     with engine(directory, num_gpu_blocks_override=256, max_num_seqs=2) as llm:
         core = core_of(llm)
         assert core.encodings is not None
@@ -73,7 +77,10 @@ def test_aborted_between_question_and_answer(directories: dict[str, Path]) -> No
         outputs = []
         while frontend.has_unfinished_requests():
             outputs += frontend.step()
-        assert outputs[-1].outputs[0].token_ids == expected(directories["smolvlm"], "<s><image>", [picture(0)], 4)[0]
+        assert (
+            outputs[-1].outputs[0].token_ids
+            == expected(directories["smolvlm"], "<s><image>", [picture(0)], 4)[0]
+        )
 
 
 def test_an_image_that_cannot_be_had_ends_its_requests_alone(directories: dict[str, Path]) -> None:

@@ -65,7 +65,9 @@ def test_every_border_of_a_chunk_around_every_run(directories: dict[str, Path], 
         for border in sorted(places):
             core.scheduler.config = replace(core.scheduler.config, long_prefill_token_threshold=border)
             assert llm.reset_prefix_cache()
-            (output,) = llm.generate(prompt(text, *images), replace_struct(GREEDY, max_tokens=2, logprobs=None))
+            (output,) = llm.generate(
+                prompt(text, *images), replace_struct(GREEDY, max_tokens=2, logprobs=None)
+            )
             assert output.outputs[0].token_ids == tokens[:2], border
 
 
@@ -77,7 +79,9 @@ def test_one_unit_in_a_step_while_others_decode(directories: dict[str, Path]) ->
         core, engine_ = core_of(llm), llm.llm_engine
         assert llm.reset_prefix_cache()
         before = core.encodings.num_encoded_units if core.encodings else 0
-        engine_.add_request("story", {"prompt": "<s>A long story"}, SamplingParams(temperature=0.0, max_tokens=24))
+        engine_.add_request(
+            "story", {"prompt": "<s>A long story"}, SamplingParams(temperature=0.0, max_tokens=24)
+        )
         engine_.step()
         engine_.add_request("image", prompt(text, *images), GREEDY)
         outputs = {}
@@ -101,5 +105,7 @@ def test_several_processes_of_an_engine(directories: dict[str, Path]) -> None:
     directory = directories["smolvlm"]
     text, images = "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)]
     settings: dict[str, Any] = {"enforce_eager": True, "device": "cpu", "dtype": "float32"}
-    with LLM(str(directory), multiprocess=True, num_gpu_blocks_override=64, max_model_len=512, **settings) as llm:
+    with LLM(
+        str(directory), multiprocess=True, num_gpu_blocks_override=64, max_model_len=512, **settings
+    ) as llm:
         check(llm, directory, text, images)

@@ -23,7 +23,9 @@ def encodings(llm: LLM) -> Encodings:
     return found
 
 
-def answer(llm: LLM, text: str, images: Sequence[Image.Image], salt: str | None = None) -> tuple[list[int], int]:
+def answer(
+    llm: LLM, text: str, images: Sequence[Image.Image], salt: str | None = None
+) -> tuple[list[int], int]:
     """(tokens, prompt tokens that came from the cache)."""
     more = {} if salt is None else {"cache_salt": salt}
     (output,) = llm.generate(prompt(text, *images, **more), GREEDY)
@@ -55,7 +57,8 @@ def test_a_second_question_encodes_nothing_and_asks_for_nothing(directories: dic
 
 
 def test_hits_end_before_inside_and_after_a_span(directories: dict[str, Path]) -> None:
-    """Texts of several lengths before an image; then the same text goes on with another image, or with none."""
+    """Texts of several lengths before an image;
+    then the same text goes on with another image, or with none."""
     directory = directories["clip"]
     with engine(directory, num_gpu_blocks_override=128) as llm:
         for num_before in (0, 5, 14, 15, 22):
@@ -106,7 +109,9 @@ def test_eight_requests_with_three_images_encode_three(directories: dict[str, Pa
     directory = directories["clip"]
     with engine(directory, num_gpu_blocks_override=128) as llm:
         texts = [f"<s>{number}: <image>" for number in range(8)]
-        outputs = llm.generate([prompt(text, picture(number % 3)) for number, text in enumerate(texts)], GREEDY)
+        outputs = llm.generate(
+            [prompt(text, picture(number % 3)) for number, text in enumerate(texts)], GREEDY
+        )
         assert (encodings(llm).num_questions, encodings(llm).num_encoded_units) == (3, 3)
         for number, (text, output) in enumerate(zip(texts, outputs)):
             assert output.outputs[0].token_ids == wanted(directory, text, [picture(number % 3)])

@@ -32,7 +32,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt={'image': 0}"),
     ],
 )
-def test_what_images_do_not_go_with(directories: dict[str, Path], arguments: dict[str, Any], reason: str) -> None:
+def test_what_images_do_not_go_with(
+    directories: dict[str, Path], arguments: dict[str, Any], reason: str
+) -> None:
     config, _ = resolve(EngineArgs(model=str(directories["clip"]), device="cpu", **arguments))
     assert config.images is None and reason in config.no_images
 
@@ -43,7 +45,9 @@ def test_a_model_without_its_encoder_reads_text(directories: dict[str, Path]) ->
         (output,) = llm.generate({"prompt": "<s>Only words."}, GREEDY)
         assert output.outputs[0].token_ids == expected(directory, "<s>Only words.", [], 3)[0]
         for given in (prompt("<s><image>", picture(0)),):
-            with pytest.raises(RequestError, match=r"at most 0 per prompt\. The engine was started with limit_mm_per"):
+            with pytest.raises(
+                RequestError, match=r"at most 0 per prompt\. The engine was started with limit_mm_per"
+            ):
                 llm.generate(given)
         part = {"type": "image_pil", "image_pil": picture(0)}
         with pytest.raises(RequestError, match=r"messages\[0\].content\[0\] is an image: at most 0 images"):
@@ -70,7 +74,9 @@ def test_regions_for_text_are_those_of_a_model_that_reads_only(directories: dict
     settings = {"model": str(directories["clip"]), "num_gpu_blocks_override": 64, "block_size": 16}
     regions = {}
     for limit in (0, 8):
-        with recorded({**settings, "max_model_len": 512, "limit_mm_per_prompt": {"image": limit}}) as (recorder,):
+        with recorded({**settings, "max_model_len": 512, "limit_mm_per_prompt": {"image": limit}}) as (
+            recorder,
+        ):
             regions[limit] = [described(region) for region in recorder.regions]
     assert set(regions[0]) < set(regions[8])
     (added,) = set(regions[8]) - set(regions[0])
@@ -78,14 +84,18 @@ def test_regions_for_text_are_those_of_a_model_that_reads_only(directories: dict
 
 
 def test_reading_text_imports_neither_pil_nor_an_encoder(tiny_model: Any) -> None:
-    """transformers imports PIL wherever it is installed, so the modules of the frontend are looked at alone."""
+    """transformers imports PIL wherever it is installed,
+    so the modules of the frontend are looked at alone."""
     frontend = (
-        "import sys, minivllm.multimodal.prompt_images, minivllm.multimodal.chat_parts, minivllm.multimodal.encodings\n"
+        "import sys, minivllm.multimodal.prompt_images, minivllm.multimodal.chat_parts, "
+        "minivllm.multimodal.encodings\n"
         "found = {'PIL', 'transformers'}"
     )
     engine_ = (
-        "from minivllm import LLM; import sys; found = {'transformers.models.clip', 'transformers.models.siglip'}\n"
-        f"with LLM({str(tiny_model('llama'))!r}, device='cpu', enforce_eager=True, num_gpu_blocks_override=64,\n"
+        "from minivllm import LLM; import sys; found = {'transformers.models.clip', "
+        "'transformers.models.siglip'}\n"
+        f"with LLM({str(tiny_model('llama'))!r}, device='cpu', enforce_eager=True, "
+        "num_gpu_blocks_override=64,\n"
         "         max_model_len=256) as llm: llm.generate({'prompt_token_ids': [5, 6]})"
     )
     for code in (frontend, engine_):

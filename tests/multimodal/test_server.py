@@ -99,7 +99,10 @@ def test_what_is_refused(server: Served, urls: list[str], reason: str) -> None:
 
 
 def test_placeholders_in_the_text_of_a_user_are_text(server: Served) -> None:
-    body = {"messages": [message(url_of(picture(0)), text="<image><image><fake_token_around_image>")], **GREEDY}
+    body = {
+        "messages": [message(url_of(picture(0)), text="<image><image><fake_token_around_image>")],
+        **GREEDY,
+    }
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
     body = {"messages": [{"role": "user", "content": "Say <image>."}], **GREEDY}
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
@@ -110,7 +113,9 @@ def test_bodies_may_be_as_large_as_images_are(server: Served) -> None:
     url = url_of(noise)
     assert 4 * 2**20 < len(url) < 20 * 2**20
     started = time.monotonic()
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [message(url)], **GREEDY}, timeout=60)
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"messages": [message(url)], **GREEDY}, timeout=60
+    )
     assert answer.status_code == 200, (answer.text, started)
     cut = {"messages": [message(url_of(picture(0)))], "truncate_prompt_tokens": 5, **GREEDY}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=cut)

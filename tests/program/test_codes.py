@@ -1,4 +1,5 @@
-"""Codes are values: all that a compiled region depends on besides its tensors is in the repr of its function."""
+"""Codes are values: all that a compiled region depends on besides its tensors is in the repr of its
+function."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ CODES = sorted(set(codes()), key=lambda code: code.__qualname__)
 
 def test_there_are_codes_of_every_kind() -> None:
     names = {code.__name__ for code in CODES}
-    assert {"Embed", "RotateAndStore", "LatentQueries", "ChosenExperts", "DraftHead", "Joined", "PickRows"} <= names
+    assert {
+        "Embed",
+        "RotateAndStore",
+        "LatentQueries",
+        "ChosenExperts",
+        "DraftHead",
+        "Joined",
+        "PickRows",
+    } <= names
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.__name__)
@@ -47,7 +56,11 @@ def test_a_code_is_frozen_and_its_repr_and_comparison_leave_nothing_out(code: ty
 def test_a_code_reads_no_global_that_changes(code: type) -> None:
     """Functions, classes, modules and constants of a module."""
     for method in vars(code).values():
-        if not isinstance(method, types.FunctionType) or method.__name__ in ("__init__", "__repr__", "__eq__"):
+        if not isinstance(method, types.FunctionType) or method.__name__ in (
+            "__init__",
+            "__repr__",
+            "__eq__",
+        ):
             continue
         for name in method.__code__.co_names:
             value = method.__globals__.get(name)

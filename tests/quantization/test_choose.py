@@ -1,4 +1,5 @@
-"""Which method a layer gets, on devices this machine does not have as well, and the sentences where there is none."""
+"""Which method a layer gets, on devices this machine does not have as well,
+and the sentences where there is none."""
 
 from __future__ import annotations
 
@@ -79,7 +80,11 @@ def test_a_plain_weight_is_rounded_as_asked_for(
         (CPU, grouped(32, bits=8), LoopedInt4Linear(64, 32, 8, BF16)),
         (FAST_CPU, grouped(32, bits=8), TiledInt4Linear(64, 32, 8, BF16)),
         (FAST_CPU, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
-        (CPU, grouped(96), LoopedInt4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
+        (
+            CPU,
+            grouped(96),
+            LoopedInt4Linear(64, 32, 4, BF16),
+        ),  # one group per row becomes three with the same scale
         (CPU, grouped(128, inputs=256), LoopedInt4Linear(64, 128, 4, BF16)),
         (CPU, grouped(512, inputs=512), LoopedInt4Linear(64, 256, 4, BF16)),
         (CPU, grouped(16), SpreadGroups(LoopedInt4Linear(64, 32, 4, BF16), 16, 32)),
@@ -87,7 +92,11 @@ def test_a_plain_weight_is_rounded_as_asked_for(
         (CPU, grouped(8), None),
         (CPU, replace(grouped(32), order=torch.arange(96)), OrderedInputs(LoopedInt4Linear(64, 32, 4, BF16))),
         (OLD_CPU, replace(grouped(32), order=torch.arange(96)), None),
-        (AMPERE, replace(grouped(32), order=torch.arange(96)), OrderedInputs(DequantizedGroupLinear(32, 4, BF16))),
+        (
+            AMPERE,
+            replace(grouped(32), order=torch.arange(96)),
+            OrderedInputs(DequantizedGroupLinear(32, 4, BF16)),
+        ),
         (CPU, INTS, Int8Linear(BF16)),
         (AMPERE, INTS, DequantizedInt8Linear(BF16)),
         (OLD_CPU, replace(INTS, rounds_inputs=True), RoundedInputs(Int8Linear(BF16))),
@@ -127,12 +136,18 @@ def test_with_avx2_and_no_more_4_bits_and_the_head_become_whole_numbers_for_seve
     policy = replace(CPU, multiplies_whole_numbers=True)
     assert chosen("int4", policy, "o_proj", PLAIN) == WholeInt4Linear(64, 32, 4, BF16, 8)
     assert chosen(None, policy, "q_proj+k_proj+v_proj", grouped(96)) == WholeInt4Linear(64, 32, 4, BF16, 8)
-    assert chosen(None, policy, "o_proj", grouped(16)) == SpreadGroups(WholeInt4Linear(64, 32, 4, BF16, 8), 16, 32)
+    assert chosen(None, policy, "o_proj", grouped(16)) == SpreadGroups(
+        WholeInt4Linear(64, 32, 4, BF16, 8), 16, 32
+    )
     assert chosen(None, policy, "lm_head", grouped(32, bits=8)) == WholeInt4Linear(64, 32, 8, BF16, 10)
     assert chosen(None, policy, "down_proj", grouped(32, bits=8)) == LoopedInt4Linear(64, 32, 8, BF16)
     chooser = MethodChooser("int4", None, torch.float16, policy)
     assert chooser("o_proj", PLAIN) == Int4Linear(64, 32, 4, torch.float16)
-    assert chosen("int8", policy, "o_proj", PLAIN) == chosen("int4", policy, "lm_head", PLAIN) == WholeInt8Linear(BF16)
+    assert (
+        chosen("int8", policy, "o_proj", PLAIN)
+        == chosen("int4", policy, "lm_head", PLAIN)
+        == WholeInt8Linear(BF16)
+    )
     assert chosen(None, policy, "o_proj", INTS) == WholeInt8Linear(BF16)
     rounds_inputs = replace(INTS, rounds_inputs=True)
     assert chosen(None, policy, "o_proj", rounds_inputs) == RoundedInputs(Int8Linear(BF16))

@@ -36,13 +36,21 @@ from minivllm.linear.methods.groups import DequantizedGroupLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear
 from minivllm.linear.methods.method import LinearMethod
-from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, StoredWeight, round_to_groups
+from minivllm.weights.stored_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    RestoredWeight,
+    StoredWeight,
+    round_to_groups,
+)
 
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 64, 96, 2
 BF16 = torch.bfloat16
 Weights = dict[tuple[int, str], StoredWeight]
 
-needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
+needs_int4 = pytest.mark.skipif(
+    not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known"
+)
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -60,7 +68,9 @@ def random_weights() -> Weights:
 
 def random_biases() -> dict[tuple[int, str], Tensor]:
     sizes = {"gate_proj": INNER, "up_proj": INNER, "down_proj": HIDDEN}
-    return {(e, part): randn(1000 + 17 * e + len(part), n) for e in range(EXPERTS) for part, n in sizes.items()}
+    return {
+        (e, part): randn(1000 + 17 * e + len(part), n) for e in range(EXPERTS) for part, n in sizes.items()
+    }
 
 
 def make(
@@ -122,7 +132,9 @@ def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("activation", ["silu", ClampedSwiglu(1.7, 0.5)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_plain_experts_equal_the_definition(tokens: int, activation: ExpertActivation, has_bias: bool) -> None:
+def test_plain_experts_equal_the_definition(
+    tokens: int, activation: ExpertActivation, has_bias: bool
+) -> None:
     weights, biases = random_weights(), random_biases() if has_bias else None
     experts = make(weights, biases, activation=activation)
     x, ids, factors = inputs(tokens, torch.float32)
@@ -130,7 +142,9 @@ def test_plain_experts_equal_the_definition(tokens: int, activation: ExpertActiv
     expected = expected_output(x, ids, factors, weights, biases, activation)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     if biases is not None:
-        assert not torch.allclose(expected_output(x, ids, factors, weights, None, activation), expected, atol=0.1)
+        assert not torch.allclose(
+            expected_output(x, ids, factors, weights, None, activation), expected, atol=0.1
+        )
 
 
 @pytest.mark.skipif(not can_pack(BF16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
@@ -181,7 +195,8 @@ def as_declared(calls: list[tuple[int, int]], region: Region) -> Callable:
 
 
 def routed(how: str, tokens: int) -> Tensor:
-    """int64 [tokens, TOP_K]: "random"; all to the "same" experts; to "one" expert and now and then another."""
+    """int64 [tokens, TOP_K]: "random"; all to the "same" experts;
+    to "one" expert and now and then another."""
     ids = inputs(tokens, BF16)[1]
     if how == "same":
         return torch.tensor([[3, 1]]).repeat(tokens, 1)
@@ -196,8 +211,9 @@ def routed(how: str, tokens: int) -> Tensor:
 def test_experts_of_few_rows_equal_the_definition(
     tokens: int, how: str, has_bias: bool, is_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call of loops over packed weights takes the place of all of oneDNN's products where experts have so few rows
-    that a few turns of MAX_ROWS do; where one has more, of those of the others that need no more than one."""
+    """One call of loops over packed weights takes the place of all of oneDNN's products where experts have so
+    few rows that a few turns of MAX_ROWS do; where one has more, of those of the others that need no more
+    than one."""
     monkeypatch.setattr(methods, "_few_rows", {})
     weights, biases = random_weights(), random_biases() if has_bias else None
     experts = make(weights, biases, dtype=BF16)
@@ -256,7 +272,11 @@ def test_experts_in_groups_keep_the_values_that_are_stored(tokens: int, bits: in
 
 @pytest.mark.parametrize(
     ("method", "tolerance"),
-    [(Int8Linear(BF16), 0.02), (DequantizedInt8Linear(BF16), 0.02), (DequantizedGroupLinear(32, 4, BF16), 0.15)],
+    [
+        (Int8Linear(BF16), 0.02),
+        (DequantizedInt8Linear(BF16), 0.02),
+        (DequantizedGroupLinear(32, 4, BF16), 0.15),
+    ],
 )
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_rounded_experts_are_near_and_both_ways_of_computing_them_agree(
@@ -288,7 +308,10 @@ def test_the_shards_of_experts_add_up(has_bias: bool) -> None:
 
 
 def test_methods_compare_by_value_and_tensors_can_be_replaced() -> None:
-    one, other = make(random_weights()), make(random_weights(), choose=lambda name, weight: Int8Linear(torch.float32))
+    one, other = (
+        make(random_weights()),
+        make(random_weights(), choose=lambda name, weight: Int8Linear(torch.float32)),
+    )
     assert one.method == make(random_weights()).method != other.method
     assert repr(one.method) != repr(other.method) != repr(replace(other.method, activation="gelu"))
     x, ids, factors = inputs(3, torch.float32)
@@ -300,7 +323,10 @@ def test_experts_stored_in_different_ways_are_refused_in_a_sentence() -> None:
     weights = random_weights()
     weights[1, "down_proj"] = RestoredWeight(values_of(weights[1, "down_proj"]).float())
     with pytest.raises(ModelError, match="experts of one layer are stored in different ways"):
-        make(weights, choose=lambda name, weight: Int8Linear(torch.float32) if isinstance(weight, Tensor) else None)
+        make(
+            weights,
+            choose=lambda name, weight: Int8Linear(torch.float32) if isinstance(weight, Tensor) else None,
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Every method multiplies what it was given: products and looked-up rows equal float64 over the restored weight."""
+"""Every method multiplies what it was given:
+products and looked-up rows equal float64 over the restored weight."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ from minivllm.weights.stored_weight import (
     stack,
 )
 
-needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
+needs_int4 = pytest.mark.skipif(
+    not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known"
+)
 BIASES = pytest.mark.parametrize("has_bias", [False, True])
 OUT, IN = 100, 128  # no multiple of the 64 rows that the 4-bit operator takes
 
@@ -55,7 +58,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def grouped(bits: int, group: int, rows: int = OUT) -> GroupedWeight:
     generator = torch.Generator().manual_seed(bits + group)
     codes = torch.randint(0, 2**bits, (rows, IN), generator=generator, dtype=torch.uint8)
-    return GroupedWeight(codes, random(rows, IN // group, seed=1), random(rows, IN // group, seed=2), bits=bits)
+    return GroupedWeight(
+        codes, random(rows, IN // group, seed=1), random(rows, IN // group, seed=2), bits=bits
+    )
 
 
 def values_of(weight: GroupedWeight) -> Tensor:
@@ -63,7 +68,9 @@ def values_of(weight: GroupedWeight) -> Tensor:
     out = torch.empty(weight.codes.shape, dtype=torch.float64)
     for column in range(out.shape[1]):
         group = column // (out.shape[1] // weight.scale.shape[1])
-        out[:, column] = weight.codes[:, column] * weight.scale[:, group].double() + weight.offset[:, group].double()
+        out[:, column] = (
+            weight.codes[:, column] * weight.scale[:, group].double() + weight.offset[:, group].double()
+        )
     return out
 
 
@@ -112,7 +119,9 @@ def are_read(method: LinearMethod, rows: int, tensors: tuple[Tensor, ...]) -> li
 
 def without(tensors: tuple[Tensor, ...], *places: int) -> tuple[Tensor, ...]:
     """The tensors with zeros in some places."""
-    return tuple(torch.zeros_like(tensor) if place in places else tensor for place, tensor in enumerate(tensors))
+    return tuple(
+        torch.zeros_like(tensor) if place in places else tensor for place, tensor in enumerate(tensors)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, MAX_ROWS, MAX_ROWS + 1])
@@ -178,7 +187,9 @@ def test_a_head_is_restored_for_several_rows(rows: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 20])
 @needs_int4
-def test_compiled_code_for_several_rows_rounds_to_8_bits(rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_for_several_rows_rounds_to_8_bits(
+    rows: int, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, method = grouped(bits, 32, rows=128), RoundedInt4Linear(128, 32, bits, BFLOAT16)
     tensors, x = method.prepare(weight, random(128, seed=3).bfloat16()), random(rows, IN, seed=4).bfloat16()
     assert are_read(method, rows, tensors) == [rows == 1, rows > 1, rows > 1, rows > 1, True]
@@ -238,7 +249,9 @@ def test_code_that_is_not_compiled_packs_words_once_and_compiled_code_takes_over
     method = TiledInt4Linear(128, 32, 4, BFLOAT16)
     tensors = method.prepare(grouped(4, 32, rows=128), None)
     x = random(3, IN).bfloat16()
-    with patch.object(Int4Linear, "_for_operator", autospec=True, side_effect=Int4Linear._for_operator) as packs:
+    with patch.object(
+        Int4Linear, "_for_operator", autospec=True, side_effect=Int4Linear._for_operator
+    ) as packs:
         first = method.apply(x, tensors)
         assert torch.equal(method.apply(x, tensors), first) and packs.call_count == 1
         forget_uncompiled_copies()
@@ -252,7 +265,9 @@ def test_code_that_is_not_compiled_packs_words_once_and_compiled_code_takes_over
 @needs_int4
 def test_groups_that_are_too_small_are_filled_up_with_zeros(rows: int, has_bias: bool) -> None:
     weight = grouped(4, 16)
-    check(SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), weight, values_of(weight), has_bias, rows)
+    check(
+        SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), weight, values_of(weight), has_bias, rows
+    )
 
 
 @BIASES
@@ -282,14 +297,19 @@ def test_inputs_of_8_bits_are_rounded_token_by_token(
     weight, bias = RowScaledWeight(values, scale.float(), rounds_inputs=True), random(OUT, seed=3).to(dtype)
     x = (random(rows, IN, seed=4) * torch.logspace(-3, 2, rows)[:, None]).to(dtype)
     x[-1] = 0
-    # In float32: the largest input lies on the border between two numbers, and which one it gets is part of the format.
+    # In float32: the largest input lies on the border between two numbers,
+    # and which one it gets is part of the format.
     steps = x.float().abs().amax(1, keepdim=True) / 127.5
     numbers = (x.float() / steps.clamp(min=1e-30)).round().clamp(-128, 127)
-    expected = (numbers.double() * steps) @ (values.double() * scale.double()).T + (bias.double() if has_bias else 0)
+    expected = (numbers.double() * steps) @ (values.double() * scale.double()).T + (
+        bias.double() if has_bias else 0
+    )
     method = RoundedInputs(kind(dtype))
     out = method.apply(x, method.prepare(weight, bias if has_bias else None))
     assert out.dtype == dtype
-    assert (out.double() - expected).abs().amax(1).le(4 * torch.finfo(dtype).eps * expected.abs().amax(1)).all()
+    assert (
+        (out.double() - expected).abs().amax(1).le(4 * torch.finfo(dtype).eps * expected.abs().amax(1)).all()
+    )
 
 
 @pytest.mark.parametrize("kind", [Int8Linear, DequantizedInt8Linear])
@@ -311,7 +331,10 @@ def test_parts_of_inputs_of_8_bits_add_up_where_the_largest_is_agreed_on(kind: t
     ("method", "weight"),
     [
         (SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), grouped(4, 16)),
-        (OrderedInputs(Int4Linear(OUT, 32, 4, torch.float32)), replace(grouped(4, 32), order=torch.arange(IN).flip(0))),
+        (
+            OrderedInputs(Int4Linear(OUT, 32, 4, torch.float32)),
+            replace(grouped(4, 32), order=torch.arange(IN).flip(0)),
+        ),
         (
             RoundedInputs(Int8Linear(torch.float32)),
             RowScaledWeight(*round_to_int8_rows(random(OUT, IN), torch.float32), rounds_inputs=True),
@@ -364,12 +387,15 @@ def test_a_plain_weight_is_rounded_to_4_bits(method: LinearMethod) -> None:
 @pytest.mark.parametrize("stored", [False, True])
 @BIASES
 def test_float8_products_equal_those_of_the_rounded_operands(stored: bool, has_bias: bool) -> None:
-    """Rows whose activations are numbers of float8 lose nothing, so only the sum and the output are rounded."""
+    """Rows whose activations are numbers of float8 lose nothing,
+    so only the sum and the output are rounded."""
     weight, bias = random(32, 64), random(32, seed=3).bfloat16()
     values, scale = round_to_float8_rows(weight)
     x = random(5, 64, seed=4).to(torch.float8_e4m3fn).float()
     x[:, 0] = 448.0  # the largest activation of each token: its scale is 1
-    tensors = Float8Linear().prepare(RowScaledWeight(values, scale) if stored else weight, bias if has_bias else None)
+    tensors = Float8Linear().prepare(
+        RowScaledWeight(values, scale) if stored else weight, bias if has_bias else None
+    )
     try:
         out = Float8Linear().apply(x.bfloat16(), tensors)
     except (RuntimeError, NotImplementedError) as error:
@@ -380,13 +406,17 @@ def test_float8_products_equal_those_of_the_rounded_operands(stored: bool, has_b
 
 def test_methods_with_equal_settings_are_equal_and_others_are_not() -> None:
     assert Int4Linear(8, 32, 4, torch.float32) == Int4Linear(8, 32, 4, torch.float32)
-    assert len({Int4Linear(8, 32, bits, torch.float32) for bits in (4, 8, 4)} | {Int8Linear(torch.float32)}) == 3
+    assert (
+        len({Int4Linear(8, 32, bits, torch.float32) for bits in (4, 8, 4)} | {Int8Linear(torch.float32)}) == 3
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [slice(None), slice(25, 50)])
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 64), slice(64, 128), slice(32, 48)])
-def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(bits: int, rows: slice, columns: slice) -> None:
+def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(
+    bits: int, rows: slice, columns: slice
+) -> None:
     weight = grouped(bits, 64)
     values = weight.part(rows, columns).restore(torch.float32).double()
     torch.testing.assert_close(values, values_of(weight)[rows, columns], rtol=1e-6, atol=1e-5)
@@ -394,7 +424,9 @@ def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(bits: int, rows
     part = ordered.part(rows, columns).restore(torch.float32)
     assert torch.equal(part, ordered.restore(torch.float32)[rows, columns])
     eights = RowScaledWeight(*round_to_float8_rows(random(OUT, IN)))
-    assert torch.equal(eights.part(rows, columns).restore(torch.float32), eights.restore(torch.float32)[rows, columns])
+    assert torch.equal(
+        eights.part(rows, columns).restore(torch.float32), eights.restore(torch.float32)[rows, columns]
+    )
 
 
 def named(*parts: object) -> dict[str, StoredWeight]:
@@ -406,14 +438,19 @@ def test_layers_that_share_an_input_must_agree_whether_it_is_rounded() -> None:
     rounding = RowScaledWeight(values, scale, rounds_inputs=True)
     assert isinstance(stack(named(rounding, rounding), torch.float32), RowScaledWeight)
     for other in (random(7, IN), RowScaledWeight(values, scale), grouped(8, 32)):
-        with pytest.raises(ModelError, match=r"part 0, part 1 are computed as one product.*quantise them alike"):
+        with pytest.raises(
+            ModelError, match=r"part 0, part 1 are computed as one product.*quantise them alike"
+        ):
             stack(named(other, rounding), torch.float32)
 
 
 def test_stacked_weights_keep_their_form_where_they_share_one_and_their_values_always() -> None:
     four, eight, coarse = grouped(4, 32), grouped(8, 32), grouped(4, 64)
     plain, eights = random(7, IN), RowScaledWeight(*round_to_float8_rows(random(9, IN)))
-    ordered, ints = replace(four, order=torch.randperm(IN)), RowScaledWeight(*round_to_int8_rows(plain, torch.float32))
+    ordered, ints = (
+        replace(four, order=torch.randperm(IN)),
+        RowScaledWeight(*round_to_int8_rows(plain, torch.float32)),
+    )
     for parts, kind in (
         ([four, four], GroupedWeight),
         ([four, eight], GroupedWeight),
@@ -466,7 +503,8 @@ def test_only_methods_whose_weight_can_be_read_look_up_rows() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    "method", [DequantizedInt8Linear(torch.float32), *(DequantizedGroupLinear(32, n, torch.float32) for n in (4, 8))]
+    "method",
+    [DequantizedInt8Linear(torch.float32), *(DequantizedGroupLinear(32, n, torch.float32) for n in (4, 8))],
 )
 def test_a_single_row_summed_as_on_a_gpu_equals_the_product(
     method: LinearMethod, has_bias: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""MXFP4 as gpt-oss stores its experts: values as transformers converts them, and engines that multiply them so."""
+"""MXFP4 as gpt-oss stores its experts:
+values as transformers converts them, and engines that multiply them so."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_whole_numbers_are_the_values_of_transformers_bit_for_bit(
 
 
 def packed() -> PackedWeights:
-    quantization = read_quantization({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "config.json")
+    quantization = read_quantization(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "config.json"
+    )
     assert quantization is not None
     return PackedWeights(quantization)
 
@@ -55,7 +58,9 @@ def packed() -> PackedWeights:
 def placed(weights: PackedWeights, **shapes: tuple[int, ...] | None) -> dict[str, StoredPart]:
     """What a header says of the parts that have a shape."""
     given = {part: StoredPart("U8", shape) for part, shape in shapes.items() if shape is not None}
-    assert [weights.place(f"{NAME}_{part}", f"{NAME}_{part}") for part in given] == [(NAME, part) for part in given]
+    assert [weights.place(f"{NAME}_{part}", f"{NAME}_{part}") for part in given] == [
+        (NAME, part) for part in given
+    ]
     return given
 
 
@@ -107,7 +112,10 @@ def gpt_oss_copies(source: Path, target: Path) -> tuple[Path, Path]:
             del stored[name]
             stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
     for name, tensors in (("stored", stored), ("values", weights)):
         shutil.copytree(source, target / name)
         contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
@@ -116,7 +124,9 @@ def gpt_oss_copies(source: Path, target: Path) -> tuple[Path, Path]:
     return target / "stored", target / "values"
 
 
-def test_an_engine_computes_what_transformers_computes_with_the_values(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_engine_computes_what_transformers_computes_with_the_values(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     path, reference = gpt_oss_copies(tiny_model("gpt-oss", intermediate_size=64), tmp_path)
     with tiny_llm(path, max_num_batched_tokens=16) as llm:
         for prompt in random_prompts((2, 62)):
@@ -126,7 +136,9 @@ def test_an_engine_computes_what_transformers_computes_with_the_values(tiny_mode
 
 
 @pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
-def test_experts_take_less_memory_than_their_values_in_bfloat16(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_experts_take_less_memory_than_their_values_in_bfloat16(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     path, reference = gpt_oss_copies(tiny_model("gpt-oss", intermediate_size=64), tmp_path)
     sizes = []
     for directory in (path, reference):
@@ -141,5 +153,7 @@ def test_expert_blocks_of_another_size_are_refused_before_anything_is_read(
 ) -> None:
     path, _ = gpt_oss_copies(tiny_model("gpt-oss", intermediate_size=64), tmp_path)
     config = read_decoder_config(path, overrides={"num_local_experts": 7})
-    with pytest.raises(ModelError, match=r"has shape \[6, 64\], but 7 experts of this configuration make \[7, 64"):
+    with pytest.raises(
+        ModelError, match=r"has shape \[6, 64\], but 7 experts of this configuration make \[7, 64"
+    ):
         next(iterate_weights(path, "auto", config, torch.float32))

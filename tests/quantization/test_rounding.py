@@ -42,12 +42,15 @@ def test_int8_is_within_half_a_step_of_the_weight(seed: int, size: float, dtype:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([0.02, 1.0, 30.0]), st.sampled_from([32, 64]), DTYPES)
-def test_int4_is_within_half_a_step_of_the_weight(seed: int, size: float, group: int, dtype: torch.dtype) -> None:
+def test_int4_is_within_half_a_step_of_the_weight(
+    seed: int, size: float, group: int, dtype: torch.dtype
+) -> None:
     weight = random_weight(seed, size)
     rounded = round_to_groups(weight, group, dtype)
     assert rounded.bits == 4 and rounded.group_size == group and int(rounded.codes.max()) <= 15
     step = rounded.scale.repeat_interleave(group, 1)
-    # Scale and zero are numbers of the dtype: what their rounding moves comes on top, and so may clamping to 15.
+    # Scale and zero are numbers of the dtype:
+    # what their rounding moves comes on top, and so may clamping to 15.
     slack = torch.finfo(dtype).eps * (weight.abs() + 16 * step + 10 * size)
     assert ((rounded.restore(torch.float32) - weight).abs() <= 0.5 * step + slack).all()
     assert torch.equal(rounded.scale.to(dtype).float(), rounded.scale)
@@ -76,7 +79,11 @@ def test_groups_are_rounded_to_rows_as_the_values_that_they_stand_for(
     exact = weight.restore(torch.float32)
     expected, expected_steps = round_to_rows(exact, *rounded, torch.float32)
     torch.testing.assert_close(steps, expected_steps)
-    assert values.dtype == rounded[1] and (values[0] == 0).all() and (values.int() - expected.int()).abs().max() <= 1
+    assert (
+        values.dtype == rounded[1]
+        and (values[0] == 0).all()
+        and (values.int() - expected.int()).abs().max() <= 1
+    )
     assert ((values * steps - exact).abs() <= 0.501 * steps).all()
 
 

@@ -1,7 +1,7 @@
 """A worker without a model: it knows only what SchedulerOutput tells it, and checks that as it goes.
 
-Instead of keys and values a cache slot holds the hash of all tokens up to its position, so any block table that would
-make attention read something else is found. The "model" is a function of the token prefix.
+Instead of keys and values a cache slot holds the hash of all tokens up to its position, so any block table
+that would make attention read something else is found. The "model" is a function of the token prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from minivllm.kv_cache.group_manager import (
     SingleGroupManager,
     SlidingWindowManager,
 )
-from minivllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from minivllm.messages import (
+    EngineRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    PositionLogprobs,
+    SchedulerOutput,
+)
 from minivllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5
@@ -30,7 +36,9 @@ def next_token(token_ids: list[int]) -> int:
     return state % VOCAB_SIZE
 
 
-def reference_generation(request: EngineRequest, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
+def reference_generation(
+    request: EngineRequest, max_model_len: int
+) -> tuple[list[int], FinishReason, int | None]:
     """What a request must generate: one token after the other, alone. (tokens, finish reason, stop reason)"""
     params, output = request.sampling_params, []
     while True:
@@ -45,7 +53,8 @@ def reference_generation(request: EngineRequest, max_model_len: int) -> tuple[li
 
 
 class Layers(NamedTuple):
-    """A KV group as a worker knows it: which positions a token reads, by definition, and in blocks of which size."""
+    """A KV group as a worker knows it:
+    which positions a token reads, by definition, and in blocks of which size."""
 
     block_size: int
     kind: Literal["full", "window", "chunk"] = "full"
@@ -55,7 +64,9 @@ class Layers(NamedTuple):
         if self.kind == "window":
             return min(other for other in range(position + 1) if position - other < self.reach)
         if self.kind == "chunk":
-            return min(other for other in range(position + 1) if other // self.reach == position // self.reach)
+            return min(
+                other for other in range(position + 1) if other // self.reach == position // self.reach
+            )
         return 0
 
     def manager(self, num_blocks: int, longest_chunk: int) -> SingleGroupManager:
@@ -78,8 +89,8 @@ class KnownRequest:
 
 
 class SimulatedWorker:
-    """Executes steps. ``block_size`` and ``max_num_seqs`` are those of the engine, ``groups`` its KV groups: one of
-    full attention unless they are given."""
+    """Executes steps. ``block_size`` and ``max_num_seqs`` are those of the engine, ``groups`` its KV groups:
+    one of full attention unless they are given."""
 
     def __init__(self, block_size: int, max_num_seqs: int, groups: Sequence[Layers] = ()) -> None:
         self.groups = list(groups) or [Layers(block_size)]
@@ -102,13 +113,17 @@ class SimulatedWorker:
             token_ids = request.token_ids + drafts
             start, end = request.num_computed_tokens, request.num_computed_tokens + count
             assert count > 0 and end <= len(token_ids)
-            assert not drafts or end == len(token_ids), "drafts are verified together with the last known token"
+            assert not drafts or end == len(token_ids), (
+                "drafts are verified together with the last known token"
+            )
             spans[request_id] = (token_ids, start, end)
             for group, layers in enumerate(self.groups):
                 assert request.tables is not None and end <= len(request.tables[group]) * layers.block_size
                 for position in range(start, end):
                     slot = self._slot(request, group, position)
-                    assert slot not in written[group], f"{request_id} and {written[group][slot]} write the same slot"
+                    assert slot not in written[group], (
+                        f"{request_id} and {written[group][slot]} write the same slot"
+                    )
                     assert slot >= layers.block_size, "only padding writes to the null block"
                     written[group][slot] = request_id
                     self.slots[group][slot] = hash(tuple(token_ids[: position + 1]))
@@ -131,7 +146,11 @@ class SimulatedWorker:
             self.num_copies += 1
         for copy, contents in zip(step.block_copies, copied):
             slots, size = self.slots[copy.group], self.groups[copy.group].block_size
-            tables = [(known.entered_at, known.tables[copy.group]) for known in self.requests.values() if known.tables]
+            tables = [
+                (known.entered_at, known.tables[copy.group])
+                for known in self.requests.values()
+                if known.tables
+            ]
             entered = [entered_at for entered_at, table in tables if copy.target in table]
             assert self.num_steps in entered, "a copy goes to a request that is admitted in this step"
             for offset, content in enumerate(contents):
@@ -148,7 +167,9 @@ class SimulatedWorker:
             assert self.requests[request_id].tables is not None
             self.requests[request_id].tables = None
         entered = [(new.request.request_id, new.num_computed_tokens) for new in step.new_requests]
-        entered += [(entry.request_id, entry.num_computed_tokens) for entry in step.cached_requests if entry.resumed]
+        entered += [
+            (entry.request_id, entry.num_computed_tokens) for entry in step.cached_requests if entry.resumed
+        ]
         assert not (step.preempted_request_ids and entered), "a preemption admits nobody in the same step"
         for new in step.new_requests:
             data = new.request
@@ -185,7 +206,8 @@ class SimulatedWorker:
         return request.tables[group][position // size] * size + position % size
 
     def _check_sharing(self, group: int, written: dict[int, str]) -> None:
-        """A block is written by one request, and read only by it and by those that hit it in this very step."""
+        """A block is written by one request,
+        and read only by it and by those that hit it in this very step."""
         writers: dict[int, set[str]] = {}
         for slot, request_id in written.items():
             writers.setdefault(slot // self.groups[group].block_size, set()).add(request_id)
@@ -205,7 +227,9 @@ class SimulatedWorker:
             found = self.slots[group].get(self._slot(self.requests[request_id], group, position))
             assert found == expected, f"{request_id} reads something else at position {position}"
 
-    def _sample(self, request_id: str, token_ids: list[int], start: int, end: int, results: ModelRunnerOutput) -> None:
+    def _sample(
+        self, request_id: str, token_ids: list[int], start: int, end: int, results: ModelRunnerOutput
+    ) -> None:
         request = self.requests[request_id]
         num_known = len(request.token_ids)
         num_prompt = len(request.data.prompt_token_ids)

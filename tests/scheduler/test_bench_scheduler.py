@@ -1,7 +1,8 @@
 """Time of schedule() and update_from_output() (run with --benchmark-only).
 
-With nothing shared, reuse to the token should cost at most 1.02 × in every group: a step in which all requests decode,
-and a run of requests that come, decode and end, so that blocks become full, are noted, and are given up.
+With nothing shared, reuse to the token should cost at most 1.02 × in every group: a step in which all
+requests decode, and a run of requests that come, decode and end, so that blocks become full, are noted, and
+are given up.
 """
 
 from itertools import count
@@ -23,7 +24,9 @@ from tests.scheduler.simulated_worker import make_engine_request
 @pytest.mark.parametrize("caching", [True, False])
 def test_bench_one_step_of_decoding_requests(benchmark: Any, num_running: int, caching: bool) -> None:
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=2**20, max_model_len=2**20)
-    manager = KVCacheManager([FullAttentionManager(2**17, 64)], config.max_model_len, enable_prefix_caching=caching)
+    manager = KVCacheManager(
+        [FullAttentionManager(2**17, 64)], config.max_model_len, enable_prefix_caching=caching
+    )
     scheduler = Scheduler(config, manager)
     for number in range(num_running):
         prompt = [number] * (100 + number)
@@ -42,7 +45,9 @@ def test_bench_one_step_of_decoding_requests(benchmark: Any, num_running: int, c
 
 @pytest.mark.benchmark(group="nothing shared, decoding")
 @pytest.mark.parametrize("min_copied_tokens", [8, None], ids=["to the token", "whole blocks"])
-def test_bench_one_step_with_and_without_reuse_to_the_token(benchmark: Any, min_copied_tokens: int | None) -> None:
+def test_bench_one_step_with_and_without_reuse_to_the_token(
+    benchmark: Any, min_copied_tokens: int | None
+) -> None:
     num_running = 64
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=2**20, max_model_len=2**20)
     groups = [FullAttentionManager(2**17, 64)]
@@ -65,7 +70,9 @@ def test_bench_one_step_with_and_without_reuse_to_the_token(benchmark: Any, min_
 def test_bench_requests_that_share_nothing_come_and_go(benchmark: Any, min_copied_tokens: int | None) -> None:
     """A round: 32 requests with prompts of 200 tokens and answers of 100."""
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2**14, max_model_len=1024)
-    manager = KVCacheManager([FullAttentionManager(512, 64)], config.max_model_len, min_copied_tokens=min_copied_tokens)
+    manager = KVCacheManager(
+        [FullAttentionManager(512, 64)], config.max_model_len, min_copied_tokens=min_copied_tokens
+    )
     scheduler, numbers = Scheduler(config, manager), count()
 
     def serve() -> None:

@@ -1,4 +1,5 @@
-"""Async scheduling in the engine core: the next step is scheduled while the last one runs, with the same outputs.
+"""Async scheduling in the engine core:
+the next step is scheduled while the last one runs, with the same outputs.
 
 The workers are simulated ones in a thread; they check every block table they are given as they go.
 """
@@ -19,9 +20,21 @@ from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import RequestError
-from minivllm.messages import EngineOutput, EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenMasks
+from minivllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    TokenMasks,
+)
 from minivllm.simulation.executor import SimulatedExecutor, simulated_config
-from tests.scheduler.simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, reference_generation
+from tests.scheduler.simulated_worker import (
+    VOCAB_SIZE,
+    SimulatedWorker,
+    make_engine_request,
+    reference_generation,
+)
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2

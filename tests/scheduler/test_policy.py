@@ -54,7 +54,9 @@ for name, policy in OWN.items():
     register_policy(name, policy)
 
 requests = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5), st.integers(-2, 2)), min_size=1, max_size=8
+    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5), st.integers(-2, 2)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -72,7 +74,9 @@ def test_every_policy_serves_every_request_what_it_would_get_alone(
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, policy=policy
     )
-    scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks, BLOCK_SIZE)], MAX_MODEL_LEN))
+    scheduler = Scheduler(
+        config, KVCacheManager([FullAttentionManager(num_blocks, BLOCK_SIZE)], MAX_MODEL_LEN)
+    )
     worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
     sent = [
         make_engine_request(f"r{n}", [n] * length, max_tokens, priority=priority, arrival_time=float(step))
@@ -93,7 +97,9 @@ def test_every_policy_serves_every_request_what_it_would_get_alone(
         scheduler.check_integrity()
         if number > 5 and not scheduler.has_requests():
             break
-    assert answers == {request.request_id: reference_generation(request, MAX_MODEL_LEN)[0] for request in sent}
+    assert answers == {
+        request.request_id: reference_generation(request, MAX_MODEL_LEN)[0] for request in sent
+    }
 
 
 def test_a_policy_is_found_by_its_import_path() -> None:

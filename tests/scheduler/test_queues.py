@@ -11,7 +11,9 @@ from tests.scheduler.simulated_worker import make_engine_request
 pytestmark = pytest.mark.smoke
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "prepend", "pop", "remove"]), st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(
+        st.sampled_from(["add", "add", "prepend", "pop", "remove"]), st.integers(0, 2), st.integers(0, 2)
+    ),
     max_size=30,
 )
 
@@ -22,12 +24,16 @@ def test_a_queue_keeps_the_order_of_its_policy(policy: str, operations: list[tup
     queue = make_policy(policy).make_queue()
     reference: list[Request] = []
     for number, (name, priority, arrival) in enumerate(operations):
-        request = Request(make_engine_request(f"r{number}", [1], priority=priority, arrival_time=float(arrival)))
+        request = Request(
+            make_engine_request(f"r{number}", [1], priority=priority, arrival_time=float(arrival))
+        )
         if name in ("add", "prepend"):
             getattr(queue, name)(request)
             reference.insert(0 if name == "prepend" else len(reference), request)
             if policy == "priority":
-                reference.sort(key=lambda entry: (entry.engine_request.priority, entry.engine_request.arrival_time))
+                reference.sort(
+                    key=lambda entry: (entry.engine_request.priority, entry.engine_request.arrival_time)
+                )
         elif reference and name == "pop":
             assert queue.peek() is reference[0]
             assert queue.pop() is reference.pop(0)

@@ -18,7 +18,12 @@ from minivllm.bench.simulation.cluster import Cluster, Outcome, run_cluster
 from minivllm.bench.simulation.step_time import StepTime
 from minivllm.config import SchedulerConfig
 from minivllm.data_parallel.policy import RoundRobin
-from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager, SlidingWindowManager, StateManager
+from minivllm.kv_cache.group_manager import (
+    FullAttentionManager,
+    SingleGroupManager,
+    SlidingWindowManager,
+    StateManager,
+)
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.policy import make_policy
@@ -35,8 +40,12 @@ TIME = StepTime(base=0.02, prompt_token=0.001, decode=0.001)
 def outcome(policy: str, families: int, requests: int, rate: float, seed: int) -> Outcome:
     """Simulated time; the cache has room for the prefixes of 5 families besides what runs."""
     num_blocks = 1 + 5 * PREFIX // BLOCK + SEATS * ((SUFFIX + ANSWER) // BLOCK + 1)
-    limits = SchedulerConfig(max_num_seqs=SEATS, max_num_batched_tokens=512, max_model_len=2048, policy=policy)
-    cluster = Cluster(num_engines=1, step_time=TIME, scheduler=limits, block_size=BLOCK, num_blocks=num_blocks)
+    limits = SchedulerConfig(
+        max_num_seqs=SEATS, max_num_batched_tokens=512, max_model_len=2048, policy=policy
+    )
+    cluster = Cluster(
+        num_engines=1, step_time=TIME, scheduler=limits, block_size=BLOCK, num_blocks=num_blocks
+    )
     return run_cluster(cluster, RoundRobin(), tasks(families, requests, rate, seed))
 
 
@@ -50,14 +59,17 @@ def first_token_seconds(found: Outcome) -> list[float]:
 
 
 def worst_cold_slowdown(found: Outcome) -> float:
-    """Of requests that found nothing in the cache: the time to their first token, over that on an idle engine."""
+    """Of requests that found nothing in the cache:
+    the time to their first token, over that on an idle engine."""
     alone = 3 * TIME.base + (PREFIX + SUFFIX) * TIME.prompt_token
     waits = [seconds / alone for seconds, hits in zip(first_token_seconds(found), found.found) if hits == 0]
     assert waits
     return max(waits)
 
 
-more_seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+more_seeds = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 
 
 @more_seeds
@@ -84,10 +96,12 @@ def test_one_family_is_served_in_the_order_of_fcfs(rate: float) -> None:
 
 
 def test_a_cached_request_overtakes_and_a_cold_one_does_not_starve() -> None:
-    """One seat, ten requests that wait, and one every two steps, which is what the engine can serve: the queue never
-    ends, so the lowest cost first would serve the cold request last of all."""
+    """One seat, ten requests that wait, and one every two steps, which is what the engine can serve: the
+    queue never ends, so the lowest cost first would serve the cold request last of all."""
     manager = KVCacheManager([FullAttentionManager(400, 4)], max_model_len=400)
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=1, max_model_len=400, policy="response-ratio"), manager)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=1, max_model_len=400, policy="response-ratio"), manager
+    )
     came = {f"hot {n}": max(0, 2 * (n - 10)) for n in range(100)}
     hot = [Arrival(name, [*[1] * 40, 10 + n], 2, step) for n, (name, step) in enumerate(came.items())]
     steps = run(scheduler, [*hot, Arrival("cold", [2] * 3 * MIN_COST, 2, step=4)])
@@ -139,7 +153,9 @@ def by_brute_force(waiting: Sequence[Request], cached: dict[str, int], now: floa
 
 
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1), st.integers(0, 50), st.booleans()), max_size=140),
+    requests=st.lists(
+        st.tuples(st.integers(1, 300), st.floats(0, 1), st.integers(0, 50), st.booleans()), max_size=140
+    ),
     rate=st.sampled_from([1.0, 64.0, 1024.0]),
 )
 def test_the_order_is_that_of_the_ratio_whatever_the_rate(requests: list[Any], rate: float) -> None:
@@ -211,5 +227,7 @@ def test_few_look_ups_find_as_much_as_all_of_them(seed: int, kind: str, policy: 
             assert found == manager.get_computed_blocks(request)[1]
             num_found += found
         step = scheduler.schedule()
-        scheduler.update_from_output(step, made_up_output(scheduler, step, lambda request: request.num_tokens % 5))
+        scheduler.update_from_output(
+            step, made_up_output(scheduler, step, lambda request: request.num_tokens % 5)
+        )
         scheduler.check_integrity()

@@ -1,4 +1,5 @@
-"""Reuse to the token, in steps: how many tokens are computed, which blocks are copied, and who waits a step for it."""
+"""Reuse to the token, in steps:
+how many tokens are computed, which blocks are copied, and who waits a step for it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LONGEST = 4096
 
 def engine(num_blocks: int = 400, **limits: object) -> Engine:
     return Engine(
-        num_blocks, 64, **{"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": LONGEST, **limits}
+        num_blocks,
+        64,
+        **{"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": LONGEST, **limits},
     )
 
 
@@ -37,7 +40,9 @@ def test_eight_completions_compute_their_prompt_once_and_a_token_each(length: in
     under_test = engine()
     assert computed(under_test, [distinct(length)] * 8) == length + 7 * 1
     assert under_test.worker.num_copies == num_copies
-    assert under_test.worker.num_steps == 3, "they wait one step for the first one; the last step ends requests"
+    assert under_test.worker.num_steps == 3, (
+        "they wait one step for the first one; the last step ends requests"
+    )
 
 
 def test_the_same_prompt_again_computes_its_last_token() -> None:
@@ -64,19 +69,25 @@ def test_with_nothing_in_common_nothing_is_copied_and_no_request_waits() -> None
     assert under_test.worker.num_copies == 0 and under_test.scheduler.stats().prefix_cache_hit_tokens == 0
 
 
-def test_a_request_that_shares_nothing_is_noted_once_for_each_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_shares_nothing_is_noted_once_for_each_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Steps in which no block becomes full do nothing for reuse."""
     notes: list[int] = []
     original = Continuations.put
 
-    def put(self: Continuations, parent: bytes, block_id: int, token_ids: list[int], **state: bool) -> list[int]:
+    def put(
+        self: Continuations, parent: bytes, block_id: int, token_ids: list[int], **state: bool
+    ) -> list[int]:
         notes.append(len(token_ids))
         return original(self, parent, block_id, token_ids, **state)
 
     monkeypatch.setattr(Continuations, "put", put)
     under_test = engine()
     assert computed(under_test, [distinct(100)], max_tokens=101) == 200
-    assert notes == [64, 36, 64, 64, 8], "the prompt's block and its end, two more blocks, and the end of the answer"
+    assert notes == [64, 36, 64, 64, 8], (
+        "the prompt's block and its end, two more blocks, and the end of the answer"
+    )
 
 
 def test_choices_of_three_tokens_behind_a_long_prompt_compute_four_tokens_each() -> None:
@@ -117,7 +128,9 @@ def test_siblings_wait_for_at_least_32_tokens_and_once() -> None:
     under_test = engine()
     for number, length in enumerate((32, 32)):
         under_test.add(f"short{number}", distinct(length, 7000))
-    assert under_test.step()[0].num_scheduled_tokens == {"short0": 32, "short1": 32}, "31 are too few to wait for"
+    assert under_test.step()[0].num_scheduled_tokens == {"short0": 32, "short1": 32}, (
+        "31 are too few to wait for"
+    )
     under_test = engine(long_prefill_token_threshold=64)
     for number in range(3):
         under_test.add(f"R{number}", distinct(640), 1)
@@ -130,7 +143,9 @@ def test_siblings_wait_for_at_least_32_tokens_and_once() -> None:
     assert step.num_scheduled_tokens == {"R0": 100, "other": 50}, "those after it go on"
     under_test.scheduler.abort_requests(["R0"])
     step, _ = under_test.step()
-    assert step.num_scheduled_tokens == {"R1": 1, "other": 1}, "what the first one has left is used all the same"
+    assert step.num_scheduled_tokens == {"R1": 1, "other": 1}, (
+        "what the first one has left is used all the same"
+    )
 
 
 def test_a_request_waits_only_once() -> None:
@@ -163,7 +178,9 @@ def test_preempted_requests_and_steps_in_flight_copy_what_was_computed_and_nothi
     scheduler = under_test.scheduler
     scheduler._async_scheduling = depth > 1
     prompts = [[*distinct(140), *distinct(60, 1000 * number)] for number in range(8)]
-    given = {f"R{number}": make_engine_request(f"R{number}", prompt, 150) for number, prompt in enumerate(prompts)}
+    given = {
+        f"R{number}": make_engine_request(f"R{number}", prompt, 150) for number, prompt in enumerate(prompts)
+    }
     for request in given.values():
         scheduler.add_request(Request(request))
     received: dict[str, list[int]] = {request_id: [] for request_id in given}

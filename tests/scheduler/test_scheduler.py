@@ -18,7 +18,12 @@ from minivllm.messages import (
 )
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import NUM_RECENT_STEPS, Scheduler
-from tests.scheduler.simulated_worker import SimulatedWorker, make_engine_request, next_token, reference_generation
+from tests.scheduler.simulated_worker import (
+    SimulatedWorker,
+    make_engine_request,
+    next_token,
+    reference_generation,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -29,11 +34,15 @@ class Engine:
     def __init__(self, num_blocks: int = 100, block_size: int = 4, **limits: object) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, **limits}
         self.config = SchedulerConfig(**options)
-        self.manager = KVCacheManager([FullAttentionManager(num_blocks, block_size)], self.config.max_model_len)
+        self.manager = KVCacheManager(
+            [FullAttentionManager(num_blocks, block_size)], self.config.max_model_len
+        )
         self.scheduler = Scheduler(self.config, self.manager)
         self.worker = SimulatedWorker(block_size, self.config.max_num_seqs)
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **options: object) -> EngineRequest:
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int = 4, **options: object
+    ) -> EngineRequest:
         given = make_engine_request(request_id, prompt, max_tokens, **options)
         self.scheduler.add_request(Request(given))
         return given
@@ -157,9 +166,14 @@ def test_recent_steps_are_the_decisions_as_they_were_sent_and_not_more_than_a_fi
 
 
 def engine_about_to_preempt() -> tuple[Engine, Request]:
-    """Running are Low, High, Mid in this order; the next chunk of Low takes the last blocks, then High needs one."""
+    """Running are Low, High, Mid in this order;
+    the next chunk of Low takes the last blocks, then High needs one."""
     engine = Engine(
-        num_blocks=10, block_size=2, max_num_batched_tokens=12, long_prefill_token_threshold=4, policy="priority"
+        num_blocks=10,
+        block_size=2,
+        max_num_batched_tokens=12,
+        long_prefill_token_threshold=4,
+        policy="priority",
     )
     engine.add("Low", distinct(12), max_tokens=1, priority=5)
     engine.step()
@@ -192,7 +206,9 @@ def test_a_prompt_under_way_keeps_the_blocks_for_its_rest() -> None:
     engine = Engine(num_blocks=11, block_size=2, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     engine.add("R1", distinct(12), max_tokens=1)
     engine.add("R2", distinct(10, 50), max_tokens=1)
-    assert engine.step()[0].num_scheduled_tokens == {"R1": 4}, "R1 takes 6 blocks of 10 in the end, R2 would take 5"
+    assert engine.step()[0].num_scheduled_tokens == {"R1": 4}, (
+        "R1 takes 6 blocks of 10 in the end, R2 would take 5"
+    )
     engine.add("R3", distinct(8, 90), max_tokens=1)
     engine.scheduler.abort_requests(["R2"])
     assert engine.step()[0].num_scheduled_tokens == {"R1": 4, "R3": 4}
@@ -208,7 +224,9 @@ def test_a_resumed_request_needs_room_for_its_answer_so_far_as_well() -> None:
         planned, _ = engine.step()
     assert planned.preempted_request_ids == ["R2"], "R1 grows into the last block"
     while "R1" in engine.scheduler.requests:
-        assert "R2" not in engine.step()[0].num_scheduled_tokens, "3 blocks for 5 known tokens, of which 2 are free"
+        assert "R2" not in engine.step()[0].num_scheduled_tokens, (
+            "3 blocks for 5 known tokens, of which 2 are free"
+        )
     engine.finish()
 
 
@@ -224,7 +242,9 @@ def test_priority_preempts_the_worst_even_if_it_was_already_scheduled_in_this_st
 def test_what_was_planned_for_a_victim_of_the_same_step_is_not_found_later() -> None:
     engine, low = engine_about_to_preempt()
     engine.step()
-    assert engine.manager.get_computed_blocks(low)[1] == 8, "two chunks of 4 were computed, the third was taken back"
+    assert engine.manager.get_computed_blocks(low)[1] == 8, (
+        "two chunks of 4 were computed, the third was taken back"
+    )
     engine.finish()
 
 
@@ -274,7 +294,13 @@ def test_drafts_are_cut_to_the_budget_and_to_the_length_of_the_sequence() -> Non
     [
         ({"eos_token_ids": [1]}, [7, 1, 7], [7, 1], FinishReason.STOP, None),
         ({"eos_token_ids": [1, 2]}, [2], [2], FinishReason.STOP, None),
-        ({"eos_token_ids": [1], "ignore_eos": True}, [1, 1, 1, 1, 1], [1, 1, 1, 1], FinishReason.LENGTH, None),
+        (
+            {"eos_token_ids": [1], "ignore_eos": True},
+            [1, 1, 1, 1, 1],
+            [1, 1, 1, 1],
+            FinishReason.LENGTH,
+            None,
+        ),
         ({"eos_token_ids": [1], "min_tokens": 2}, [1, 1], [1, 1], FinishReason.STOP, None),
         ({"stop_token_ids": [3]}, [7, 3], [7, 3], FinishReason.STOP, 3),
         ({"stop_token_ids": [3], "min_tokens": 3}, [3, 3, 3], [3, 3, 3], FinishReason.STOP, 3),
@@ -364,9 +390,9 @@ def test_an_id_can_be_used_again_after_an_abort_even_in_flight() -> None:
     results = ModelRunnerOutput(sampled_token_ids={"R1": [1]})
     assert engine.scheduler.update_from_output(planned, results) == []
     planned = engine.scheduler.schedule()
-    assert planned.finished_request_ids == ["R1"] and planned.new_requests[0].request.prompt_token_ids == distinct(
-        3, 30
-    )
+    assert planned.finished_request_ids == ["R1"] and planned.new_requests[
+        0
+    ].request.prompt_token_ids == distinct(3, 30)
 
 
 def test_two_unfinished_requests_cannot_share_an_id() -> None:

@@ -1,7 +1,8 @@
-"""Random lives of many requests in tiny caches: every invariant holds after every step, and every answer is right.
+"""Random lives of many requests in tiny caches:
+every invariant holds after every step, and every answer is right.
 
-Each request must get exactly the tokens it would get alone, whatever was chunked, cached, preempted, drafted or in
-flight meanwhile.
+Each request must get exactly the tokens it would get alone, whatever was chunked, cached, preempted,
+drafted or in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from minivllm.cli.trace.command import Workload, simulated_steps
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.messages import EngineOutput, EngineRequest, EventType, FinishReason, ModelRunnerOutput, SchedulerOutput
+from minivllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    EventType,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import Scheduler
 from tests.scheduler.simulated_worker import (
@@ -174,7 +182,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         idle = not self.in_flight
-        ready = any(request.status is not RequestStatus.BLOCKED for request in self.scheduler.requests.values())
+        ready = any(
+            request.status is not RequestStatus.BLOCKED for request in self.scheduler.requests.values()
+        )
         step = self.scheduler.schedule()
         if step.new_requests or any(entry.resumed for entry in step.cached_requests):
             missing = zip(*(self.manager.num_missing_blocks(request) for request in self.scheduler.running))
@@ -182,10 +192,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert sum(counts) <= pool.num_free_blocks, "somebody was admitted whose prompt has no room"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         if idle and ready and not self.is_held_up:
-            assert step.num_scheduled_tokens, "nothing runs, and the head of the queue is neither admitted nor refused"
+            assert step.num_scheduled_tokens, (
+                "nothing runs, and the head of the queue is neither admitted nor refused"
+            )
         if self.config.long_prefill_token_threshold:
             assert all(
-                count <= self.config.long_prefill_token_threshold for count in step.num_scheduled_tokens.values()
+                count <= self.config.long_prefill_token_threshold
+                for count in step.num_scheduled_tokens.values()
             )
         self.in_flight.append((step, self.worker.execute(step)))
         self._check_tables(step)
@@ -231,8 +244,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stats.num_running + stats.num_waiting == len(self.scheduler.requests)
 
     def _check_tables(self, step: SchedulerOutput) -> None:
-        """The worker's tables are the manager's where something is read; they only grew, except for requests that
-        resumed."""
+        """The worker's tables are the manager's where something is read;
+        they only grew, except for requests that resumed."""
         replaced = {entry.request_id for entry in step.cached_requests if entry.resumed}
         tables = {
             request_id: [list(table) for table in request.tables]
@@ -241,10 +254,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         assert tables.keys() == {request.request_id for request in self.scheduler.running}
         for request_id, own in tables.items():
-            for group, (table, block_ids) in enumerate(zip(own, self.manager.get_block_ids(request_id), strict=True)):
+            for group, (table, block_ids) in enumerate(
+                zip(own, self.manager.get_block_ids(request_id), strict=True)
+            ):
                 assert len(table) == len(block_ids)
                 assert all(theirs in (mine, NULL_BLOCK_ID) for mine, theirs in zip(table, block_ids))
-                assert NULL_BLOCK_ID not in self.worker.visible_blocks(self.worker.requests[request_id], group)
+                assert NULL_BLOCK_ID not in self.worker.visible_blocks(
+                    self.worker.requests[request_id], group
+                )
                 if request_id in self.tables and request_id not in replaced:
                     before = self.tables[request_id][group]
                     assert table[: len(before)] == before
@@ -261,7 +278,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for offset in range(len(token_ids)):
                     name = (parent, bytes(token_ids[: offset + 1]))
                     content = slots[block_id * layers.block_size + offset]
-                    assert self.contents.setdefault(name, content) == content, "a piece holds the tokens that it says"
+                    assert self.contents.setdefault(name, content) == content, (
+                        "a piece holds the tokens that it says"
+                    )
 
     def _check_answer(self, request_id: str) -> None:
         given, outputs = self.given[request_id], self.received[request_id]
@@ -288,11 +307,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert places == list(range(first, len(given.prompt_token_ids))), "each position once, in order"
 
     def teardown(self) -> None:
-        """Let everyone finish: nothing is left, every id reached the worker once, the pool is as at the start."""
+        """Let everyone finish: nothing is left, every id reached the worker once,
+        the pool is as at the start."""
         if not hasattr(self, "scheduler"):
             return
         self.unblock_all()
-        steps_of_one = 2 * 2 * MAX_MODEL_LEN  # one token each, scheduled and delivered, and once more if preempted
+        steps_of_one = (
+            2 * 2 * MAX_MODEL_LEN
+        )  # one token each, scheduled and delivered, and once more if preempted
         for _ in range(3000 + steps_of_one * len(self.given)):
             self.settle()
             if not self.scheduler.has_requests() and not self.in_flight:
@@ -340,7 +362,11 @@ def random_groups(random: Random) -> list[tuple[Layers, int]]:
     kinds = [Layers(random.randint(1, 3))]
     if random.random() < 0.7:
         kinds = [
-            Layers(random.choice([1, 2, 3, 4, 6]), random.choice(["full", "window", "chunk"]), random.randint(1, 9))
+            Layers(
+                random.choice([1, 2, 3, 4, 6]),
+                random.choice(["full", "window", "chunk"]),
+                random.randint(1, 9),
+            )
             for _ in range(random.randint(1, 3))
         ]
     return [(layers, random.randint(6, 14)) for layers in kinds]
@@ -440,7 +466,8 @@ def test_only_the_growth_of_answers_preempts(
     num_spare_blocks: int,
     policy: str,
 ) -> None:
-    """Requests that want one token each have no answer that could grow: none is preempted, however small the cache."""
+    """Requests that want one token each have no answer that could grow:
+    none is preempted, however small the cache."""
     steps = list(
         simulated_steps(
             Workload(

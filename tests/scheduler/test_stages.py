@@ -1,4 +1,5 @@
-"""Requests are shared out among the steps in flight, so that all stages of a pipeline have something to compute."""
+"""Requests are shared out among the steps in flight,
+so that all stages of a pipeline have something to compute."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ from tests.scheduler.simulated_worker import SimulatedWorker, make_engine_reques
 
 
 class Pipeline:
-    """A scheduler before stages that take one tick each: a step enters in every tick in which one can be had. With
-    async scheduling, results are heard of a tick too late for the next step of their requests."""
+    """A scheduler before stages that take one tick each: a step enters in every tick in which one can be had.
+    With async scheduling, results are heard of a tick too late for the next step of their requests."""
 
-    def __init__(self, num_stages: int, *, throttled: bool = True, is_async: bool = False, budget: int = 64) -> None:
+    def __init__(
+        self, num_stages: int, *, throttled: bool = True, is_async: bool = False, budget: int = 64
+    ) -> None:
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": budget, "max_model_len": 256}
         config = SchedulerConfig(**limits, num_stages=num_stages if throttled else 1)
-        manager = KVCacheManager([FullAttentionManager(400, 4)], max_model_len=256, enable_prefix_caching=False)
+        manager = KVCacheManager(
+            [FullAttentionManager(400, 4)], max_model_len=256, enable_prefix_caching=False
+        )
         self.scheduler = Scheduler(config, manager, async_scheduling=is_async)
         self.worker = SimulatedWorker(4, 16)
         self._stages: deque[SchedulerOutput | None] = deque([None] * (num_stages - 1 + is_async))

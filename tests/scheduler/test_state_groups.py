@@ -1,7 +1,8 @@
-"""Layers that keep a state: random lives in which every step must find the state of exactly the tokens before it.
+"""Layers that keep a state: random lives in which every step must find the state of exactly the tokens before
+it.
 
-A slot holds, in place of a state, the tokens it was computed from. So a state that was never zeroed, was restored from
-another text, or was overwritten while it was still needed, is found by the step that reads it.
+A slot holds, in place of a state, the tokens it was computed from. So a state that was never zeroed, was
+restored from another text, or was overwritten while it was still needed, is found by the step that reads it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Slots:
             self._enter(new.request.request_id, new.block_ids[self.group], new.num_computed_tokens)
         for difference in step.cached_requests:
             if difference.resumed:
-                self._enter(difference.request_id, difference.new_block_ids[self.group], difference.num_computed_tokens)
+                self._enter(
+                    difference.request_id,
+                    difference.new_block_ids[self.group],
+                    difference.num_computed_tokens,
+                )
             else:
                 self.places[difference.request_id][1:] = (
                     difference.new_block_ids[self.group] or self.places[difference.request_id][1:]
@@ -52,14 +57,18 @@ class Slots:
             start = self.num_computed[request_id]
             known = self.tokens[request_id]
             read, _ = self.places[request_id]
-            assert self.contents[read] == tuple(known[:start]), f"{request_id} reads the state of another text"
+            assert self.contents[read] == tuple(known[:start]), (
+                f"{request_id} reads the state of another text"
+            )
             states[request_id] = tuple(known[: start + count])
         written = [self.places[request_id][1] for request_id in states]
         read = [self.places[request_id][0] for request_id in states]
         assert len(set(written)) == len(written) and 0 not in written
         for request_id in states:
             own_read, own_write = self.places[request_id]
-            assert own_write == own_read or own_write not in read, "a slot is written while another request reads it"
+            assert own_write == own_read or own_write not in read, (
+                "a slot is written while another request reads it"
+            )
         output = ModelRunnerOutput()
         for request_id, state in states.items():
             self.contents[self.places[request_id][1]] = state
@@ -72,7 +81,9 @@ class Slots:
         return output
 
     def _enter(self, request_id: str, slots: list[int], num_computed: int) -> None:
-        assert len(slots) == 2 and (num_computed > 0) == (slots[0] != 0), "only a request without a past reads zeros"
+        assert len(slots) == 2 and (num_computed > 0) == (slots[0] != 0), (
+            "only a request without a past reads zeros"
+        )
         self.places[request_id], self.num_computed[request_id] = list(slots), num_computed
 
 
@@ -94,7 +105,9 @@ class Life:
                 window = SlidingWindowManager(1 + window.max_blocks(MAX_MODEL_LEN), size, 5, 14)
             attending.append(window)
         self.caching = random.random() < 0.8 or self.travels
-        self.manager = KVCacheManager([*attending, self.states], MAX_MODEL_LEN, enable_prefix_caching=self.caching)
+        self.manager = KVCacheManager(
+            [*attending, self.states], MAX_MODEL_LEN, enable_prefix_caching=self.caching
+        )
         is_async, max_num_seqs = random.random() < 0.5, random.randint(1, 4)
         self.depth = random.choice([1, 2]) if is_async else 1
         config = SchedulerConfig(
@@ -104,7 +117,9 @@ class Life:
             long_prefill_token_threshold=random.choice([0, 0, 3]),
             policy=random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(config, self.manager, async_scheduling=is_async, connector=self.make_connector())
+        self.scheduler = Scheduler(
+            config, self.manager, async_scheduling=is_async, connector=self.make_connector()
+        )
         self.worker = Slots(num_slots, len(attending))
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.given: dict[str, EngineRequest] = {}
@@ -133,7 +148,9 @@ class Life:
         """A text that begins as an earlier one did: a second turn, or another branch."""
         begin = self.random.choice(self.texts)
         begin = begin[: self.random.choice([len(begin), self.random.randint(0, len(begin))])]
-        prompt = (begin + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 9))])[: MAX_MODEL_LEN - 12]
+        prompt = (begin + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 9))])[
+            : MAX_MODEL_LEN - 12
+        ]
         given = make_engine_request(
             f"r{len(self.given)}", prompt, self.random.randint(1, 12), priority=self.random.randint(0, 2)
         )
@@ -147,7 +164,9 @@ class Life:
         is_idle = not self.in_flight and self.scheduler.has_unfinished_requests()
         step = self.scheduler.schedule()
         if is_idle and not self.is_held_up:
-            assert step.num_scheduled_tokens, "nothing runs, and the head of the queue is neither admitted nor refused"
+            assert step.num_scheduled_tokens, (
+                "nothing runs, and the head of the queue is neither admitted nor refused"
+            )
         self.num_hit_tokens += sum(new.num_computed_tokens for new in step.new_requests)
         self.in_flight.append((step, self.execute(step)))
         self.check()
@@ -161,7 +180,9 @@ class Life:
             size, keys, found = self.block_size, self.manager.pools[0], 0
             for blocks in range(1, (request.num_tokens - 1) // size + 1):
                 names = request.block_hashes[:blocks]
-                if all(keys.get_cached_block(name) for name in names) and self.states.pool.get_cached_block(names[-1]):
+                if all(keys.get_cached_block(name) for name in names) and self.states.pool.get_cached_block(
+                    names[-1]
+                ):
                     found = blocks * size
             assert hit == found
 
@@ -190,7 +211,9 @@ class Life:
                 self.named[name] = tuple(request.all_token_ids[:end])
         for name, slots in self.states.pool._cached.items():
             for slot in slots:
-                assert self.worker.contents[slot] == self.named[name], "a snapshot holds the state of its text"
+                assert self.worker.contents[slot] == self.named[name], (
+                    "a snapshot holds the state of its text"
+                )
 
     def run_and_check(self, num_actions: int) -> Life:
         for _ in range(num_actions):

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven through its DevTools protocol on two pipes: no driver and no port in between."""
+"""A headless Chromium, driven through its DevTools protocol on two pipes:
+no driver and no port in between."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
 
 class Browser:
-    """One page. errors: uncaught exceptions, violations of the security policy and failures that the console tells.
+    """One page. errors: uncaught exceptions,
+    violations of the security policy and failures that the console tells.
 
     requested: URLs that the page asked for. Use as a context manager.
     """
@@ -106,7 +108,12 @@ class Browser:
 
     def look(self, width: int, height: int, scheme: str, is_phone: bool = False) -> None:
         """Be a screen of this size [CSS pixels] whose owner prefers ``scheme``, "dark" or "light"."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if is_phone else 1, "mobile": is_phone}
+        size = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 2 if is_phone else 1,
+            "mobile": is_phone,
+        }
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

@@ -1,8 +1,8 @@
 """How many streamed tokens per second the API process can serve when the model costs nothing.
 
-The engine process is the mock of tests/mock_engine.py (real scheduler, sockets and threads, made-up tokens), the load
-comes from a third process. Besides the rate on the clock it tells the tokens per second of CPU time of the API process
-alone, which does not depend on what else the machine does.
+The engine process is the mock of tests/mock_engine.py (real scheduler, sockets and threads, made-up tokens),
+the load comes from a third process. Besides the rate on the clock it tells the tokens per second of CPU time
+of the API process alone, which does not depend on what else the machine does.
 
 As a program: ``python -m tests.server.capacity --streams 32 --tokens 256``.
 """
@@ -38,7 +38,9 @@ class Capacity:
 
     def __str__(self) -> str:
         rate, per_cpu = self.num_tokens / self.seconds, self.num_tokens / self.cpu_seconds
-        return f"{self.num_tokens:,} tokens: {rate:,.0f} tok/s, {per_cpu:,.0f} per CPU second of the API process"
+        return (
+            f"{self.num_tokens:,} tokens: {rate:,.0f} tok/s, {per_cpu:,.0f} per CPU second of the API process"
+        )
 
 
 def measure(num_requests: int, num_streams: int, num_tokens: int, prompt_tokens: int = 16) -> Capacity:
@@ -62,7 +64,14 @@ def measure(num_requests: int, num_streams: int, num_tokens: int, prompt_tokens:
             command = [sys.executable, "-m", "minivllm.cli.main", "bench", "serve", "--url", server.url]
             command += ["--workload", f"fixed:{num_requests}:{prompt_tokens}:{num_tokens}"]
             # Prompts below the ids with which the mock is told to fail.
-            command += ["--concurrency", str(num_streams), "--vocab-size", str(VOCAB_SIZE - 20), "--json", str(report)]
+            command += [
+                "--concurrency",
+                str(num_streams),
+                "--vocab-size",
+                str(VOCAB_SIZE - 20),
+                "--json",
+                str(report),
+            ]
             cpu_start = time.process_time()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             cpu_seconds = time.process_time() - cpu_start

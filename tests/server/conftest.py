@@ -1,4 +1,5 @@
-"""One scripted server for most tests, one with a real engine for the others, and official clients for them."""
+"""One scripted server for most tests, one with a real engine for the others,
+and official clients for them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def scripts(word_tokenizer: Path) -> Scripts:
 
 @pytest.fixture(scope="module")
 def server(scripts: Scripts) -> Iterator[ServedCore]:
-    with served(ScriptedCore(scripts), scripts.tokenizer, served_model_names=("scripted", "other")) as running:
+    with served(
+        ScriptedCore(scripts), scripts.tokenizer, served_model_names=("scripted", "other")
+    ) as running:
         yield running
 
 
@@ -41,8 +44,11 @@ TOOL_TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function | tojson }}{% 
 
 
 @pytest.fixture(scope="session")
-def real_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A tiny model in float32 that knows tools and guesses ahead, called "tiny", with room for two adapters."""
+def real_server(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    """A tiny model in float32 that knows tools and guesses ahead, called "tiny",
+    with room for two adapters."""
     model, directory = tmp_path_factory.mktemp("served") / "model", tmp_path_factory.mktemp("adapters")
     shutil.copytree(tiny_model("llama"), model)
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)

@@ -1,4 +1,5 @@
-"""A server to test with: the real one in a thread of this process, in front of AsyncLLM with a scripted engine core."""
+"""A server to test with: the real one in a thread of this process,
+in front of AsyncLLM with a scripted engine core."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ Script = Callable[[EngineRequest], list[int] | str]
 class ScriptedCore:
     """Plays the engine process below AsyncLLM: every running request gets one token per step, or a vector.
 
-    max_running: requests that run at a time; the others wait. step_seconds: pause between steps. held: while set, no
-    step is made. silent: while set, no question about it is answered.
+    max_running: requests that run at a time; the others wait. step_seconds: pause between steps. held: while
+    set, no step is made. silent: while set, no question about it is answered.
     ``admitted`` counts every request that ever reached it, ``num_running`` those it works on.
     """
 
@@ -175,7 +176,10 @@ class ScriptedCore:
                 _logprobs(token, params.prompt_logprobs) for token in request.prompt_token_ids[1:]
             ]
         if request.pooling is not None:
-            output.finish_reason, output.pooled = FinishReason.STOP, [float(len(request.prompt_token_ids)), 0.0]
+            output.finish_reason, output.pooled = (
+                FinishReason.STOP,
+                [float(len(request.prompt_token_ids)), 0.0],
+            )
             return output
         token = script[given] if given < len(script) else EOS
         output.new_token_ids = [token]
@@ -223,7 +227,8 @@ class ServedCore(Served):
 
 @dataclass
 class RealServer:
-    """A server in front of a real engine process. adapters: the first is served, the others lie in ``directory``."""
+    """A server in front of a real engine process.
+    adapters: the first is served, the others lie in ``directory``."""
 
     served: Served
     model: Path
@@ -277,7 +282,8 @@ def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> 
 
 
 class Scripts:
-    """Answers by prompt: the text after the last ``say:`` in the prompt's text is what the model says, then it ends."""
+    """Answers by prompt: the text after the last ``say:`` in the prompt's text is what the model says,
+    then it ends."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = load_tokenizer(directory)

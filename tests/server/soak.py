@@ -1,6 +1,8 @@
-"""Many streams at once through the real server and engine process, with aborts, errors and preemptions: what is left?
+"""Many streams at once through the real server and engine process, with aborts, errors and preemptions:
+what is left?
 
-As a program: ``python -m tests.server.soak --requests 5000 --compiled [--model smollm2]`` reports counts and memory.
+As a program: ``python -m tests.server.soak --requests 5000 --compiled [--model smollm2]`` reports counts and
+memory.
 """
 
 from __future__ import annotations
@@ -54,7 +56,13 @@ class Case:
     max_tokens: int
 
     def body(self, **others: Any) -> dict[str, Any]:
-        return {"prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, **others}
+        return {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **others,
+        }
 
 
 @dataclass
@@ -125,7 +133,9 @@ class Soak:
         return engine
 
     def _is_quiet(self) -> bool:
-        return not self._engine.num_unfinished_requests and not self._server.run._server.server_state.connections
+        return (
+            not self._engine.num_unfinished_requests and not self._server.run._server.server_state.connections
+        )
 
     async def _get(self, path: str) -> dict[str, Any]:
         async with httpx.AsyncClient(base_url=self._server.url) as client:
@@ -138,9 +148,22 @@ class Soak:
             for number, case in enumerate(self._cases):
                 answer = await client.post("/v1/completions", json=case.body())
                 self._expected[number] = answer.json()["choices"][0]["text"]
-            kinds = ["stream", "stream", "stream", "whole", "pair", "leave", "leave", "leave at once", "refused"]
+            kinds = [
+                "stream",
+                "stream",
+                "stream",
+                "whole",
+                "pair",
+                "leave",
+                "leave",
+                "leave at once",
+                "refused",
+            ]
             waiting = iter(
-                [(self._random.choice(kinds), self._random.randrange(NUM_CASES)) for _ in range(self._num_requests)]
+                [
+                    (self._random.choice(kinds), self._random.randrange(NUM_CASES))
+                    for _ in range(self._num_requests)
+                ]
             )
 
             async def place(source: random.Random) -> None:
@@ -166,7 +189,9 @@ class Soak:
         elif kind in ("whole", "pair"):
             answer = await client.post("/v1/completions", json=case.body(n=2 if kind == "pair" else 1))
             if answer.status_code != 200:
-                self._findings.wrong.append(f"case {number}, {kind}: {answer.status_code} {answer.text[:300]}")
+                self._findings.wrong.append(
+                    f"case {number}, {kind}: {answer.status_code} {answer.text[:300]}"
+                )
                 return
             texts = {choice["text"] for choice in answer.json()["choices"]}
             if texts != {expected}:
@@ -184,7 +209,9 @@ class Soak:
                         break
                 else:
                     if text != expected:
-                        self._findings.wrong.append(f"case {number}, stream: {text!r} instead of {expected!r}")
+                        self._findings.wrong.append(
+                            f"case {number}, stream: {text!r} instead of {expected!r}"
+                        )
             if not expected.startswith(text):
                 self._findings.wrong.append(f"case {number}, {kind}: {text!r} does not begin {expected!r}")
 
@@ -200,7 +227,9 @@ async def _texts(response: httpx.Response) -> AsyncIterator[str]:
 
 def soak(args: EngineArgs, num_requests: int, vocab_size: int) -> Findings:
     """A server of its own, the soak, and what is open afterwards compared with before."""
-    with serve_in_thread(lambda: AsyncLLM.from_args(args), max_queued_requests=256, request_timeout=PATIENCE) as server:
+    with serve_in_thread(
+        lambda: AsyncLLM.from_args(args), max_queued_requests=256, request_timeout=PATIENCE
+    ) as server:
         asyncio.run(Soak(server, 40, vocab_size).run())  # whatever is opened once is open from here on
         before = _open_things(server)
         findings = asyncio.run(Soak(server, num_requests, vocab_size, seed=1).run())
@@ -225,7 +254,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--vocab-size", type=int, default=49_152)
     parser.add_argument("--compiled", action="store_true", help="several times faster with a real model")
-    parser.add_argument("--max-num-seqs", type=int, default=24, help="more run faster; the pool grows with them")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=24, help="more run faster; the pool grows with them"
+    )
     options = parser.parse_args()
     model = str(Path(options.model).resolve()) if Path(options.model).exists() else options.model
     args = engine_args(model, options.compiled, options.max_num_seqs)

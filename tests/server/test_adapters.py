@@ -76,14 +76,20 @@ def test_models_are_listed_with_their_parent(
     real_server: RealServer, real_client: openai.OpenAI, second: LoRARequest
 ) -> None:
     cards = [card.model_dump() for card in real_client.models.list()]
-    assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("first", "tiny"), ("second", "tiny")]
+    assert [(card["id"], card["parent"]) for card in cards] == [
+        ("tiny", None),
+        ("first", "tiny"),
+        ("second", "tiny"),
+    ]
     assert cards[2]["root"] == second.path and real_client.models.retrieve("second").model_dump() == cards[2]
 
 
 def test_adapters_come_and_go_while_others_stream(
     real_server: RealServer, real_client: openai.OpenAI, http: httpx.Client
 ) -> None:
-    stream = real_client.completions.create(model="tiny", prompt=PROMPT, max_tokens=200, temperature=0, stream=True)
+    stream = real_client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=200, temperature=0, stream=True
+    )
     text = next(iter(stream)).choices[0].text
     loaded = http.post(LOAD, json={"lora_name": "visitor", "lora_path": str(real_server.directory / "third")})
     assert loaded.json()["id"] == "visitor" and loaded.json()["parent"] == "tiny"
@@ -105,7 +111,9 @@ def test_a_name_can_be_given_to_another_adapter_once_the_first_is_gone(
         assert http.post(UNLOAD, json={"lora_name": "seat"}).status_code == 200
 
 
-def test_an_adapter_in_use_stays(real_server: RealServer, real_client: openai.OpenAI, http: httpx.Client) -> None:
+def test_an_adapter_in_use_stays(
+    real_server: RealServer, real_client: openai.OpenAI, http: httpx.Client
+) -> None:
     stream = real_client.completions.create(
         model="first", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
@@ -125,7 +133,9 @@ def test_what_is_loaded_already_is_fine_and_a_taken_name_is_not(
         assert refused.status_code == 409 and "is taken" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["..", ".", "/etc", "../adapters0", "third/../../x", "a\x00b", "loop", "outside"])
+@pytest.mark.parametrize(
+    "path", ["..", ".", "/etc", "../adapters0", "third/../../x", "a\x00b", "loop", "outside"]
+)
 def test_paths_out_of_the_directory_are_refused_whether_they_exist_or_not(
     real_server: RealServer, http: httpx.Client, path: str
 ) -> None:

@@ -66,7 +66,9 @@ def test_ten_times_overload_admits_what_fits_and_refuses_the_rest_at_once(script
     core.held = True
 
     async def main(url: str) -> tuple[list[httpx.Response], list[asyncio.Task[httpx.Response]]]:
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=200)) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=60, limits=httpx.Limits(max_connections=200)
+        ) as http:
             body = {"messages": [{"role": "user", "content": "say:ok"}]}
             tasks = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(120)]
             refused: list[httpx.Response] = []
@@ -102,14 +104,18 @@ def test_waiting_prompt_tokens_are_bounded_and_n_counts(scripts: Scripts) -> Non
             third_status = 429
             status = (await first).status_code
             while third_status == 429:
-                third_status = (await http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})).status_code
+                third_status = (
+                    await http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})
+                ).status_code
             return [status, second.status_code, third_status]
 
     with served(core, scripts.tokenizer, max_queued_prompt_tokens=100) as server:
         assert asyncio.run(main(server.url)) == [200, 429, 200]
 
 
-def test_the_official_client_comes_back_after_a_429(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_client_comes_back_after_a_429(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = ScriptedCore(scripts, max_num_seqs=1)
     core.held = True
     sleeps: list[float] = []

@@ -22,11 +22,26 @@ GOOD = {"messages": [{"role": "user", "content": "say:fine"}]}
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "an unknown parameter": ({"tempreature": 1}, 400, "tempreature", "Unknown parameter: 'tempreature'"),
-    "an unknown nested parameter": ({"stream_options": {"include": 1}}, 400, "stream_options.include", "Unknown"),
+    "an unknown nested parameter": (
+        {"stream_options": {"include": 1}},
+        400,
+        "stream_options.include",
+        "Unknown",
+    ),
     "a wrong type": ({"temperature": "hot"}, 400, "temperature", "valid number"),
     "a number as text": ({"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
-    "a wrong type deep inside": ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content", "string"),
-    "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, 400, "messages.0.role", "developer"),
+    "a wrong type deep inside": (
+        {"messages": [{"role": "user", "content": 3}]},
+        400,
+        "messages.0.content",
+        "string",
+    ),
+    "an unknown role": (
+        {"messages": [{"role": "boss", "content": "x"}]},
+        400,
+        "messages.0.role",
+        "developer",
+    ),
     "no messages": ({"messages": []}, 400, "messages", "at least 1"),
     "too hot": ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     "n of a million": ({"n": 10**6}, 400, "n", "less than or equal to 128"),
@@ -44,9 +59,18 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "an unknown model": ({"model": "gpt-9"}, 404, "model", "known are: scripted"),
     "a prompt that is too long": ({"max_tokens": 5000}, 400, "messages", "max_model_len is 4096"),
     "two limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "give one"),
-    "stream_options alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
+    "stream_options alone": (
+        {"stream_options": {"include_usage": True}},
+        400,
+        "stream_options",
+        "stream: true",
+    ),
     "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}
+            ]
+        },
         400,
         "messages.0.content.0",
         "at most 0 images",
@@ -57,7 +81,12 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "messages.0.tool_call_id",
         "no tool call",
     ),
-    "an empty assistant message": ({"messages": [{"role": "assistant"}]}, 400, "messages.0.content", "needs content"),
+    "an empty assistant message": (
+        {"messages": [{"role": "assistant"}]},
+        400,
+        "messages.0.content",
+        "needs content",
+    ),
     "tools without a place": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         400,
@@ -70,7 +99,12 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "chat_template_kwargs.chat_template",
         "not a name",
     ),
-    "thinking without a template for it": ({"reasoning_effort": "high"}, 400, "reasoning_effort", "chat template"),
+    "thinking without a template for it": (
+        {"reasoning_effort": "high"},
+        400,
+        "reasoning_effort",
+        "chat template",
+    ),
     "what the engine gives up on": (
         {"messages": [{"role": "user", "content": "say:REFUSE"}]},
         400,
@@ -116,7 +150,9 @@ def test_a_bad_chat_is_refused_by_name(http: httpx.Client, case: str, stream: bo
     given, status, param, named = BAD_CHATS[case]
     if stream and case == "stream_options alone":
         pytest.skip("not an error in a stream")
-    error = assert_is_error(http.post("/v1/chat/completions", json={**GOOD, "stream": stream, **given}), status, named)
+    error = assert_is_error(
+        http.post("/v1/chat/completions", json={**GOOD, "stream": stream, **given}), status, named
+    )
     assert error["param"] == param
 
 
@@ -148,7 +184,12 @@ def test_a_bad_completion_is_refused_by_name(http: httpx.Client, given: dict[str
         ("embeddings", {"input": ["a", ""]}, "input.1", "at least 1 character"),
         ("embeddings", {"input": "a " * 9000}, "input", "max_model_len"),
         ("completions", {"prompt": "a " * 9000}, "prompt", "max_model_len"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a " * 9000}]}, "messages", "max_model_len"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a " * 9000}]},
+            "messages",
+            "max_model_len",
+        ),
         ("responses", {"input": "a " * 9000}, "input", "max_model_len"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role", "is missing"),
         (
@@ -164,7 +205,12 @@ def test_a_bad_completion_is_refused_by_name(http: httpx.Client, given: dict[str
             "Unknown parameter: 'messages.0.content.0.foo'",
         ),
         ("chat/completions", {**GOOD, "logit_bias": {"99999999": 1}}, "logit_bias", "99999999"),
-        ("responses", {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort has"),
+        (
+            "responses",
+            {"input": "x", "reasoning": {"effort": "low"}},
+            "reasoning.effort",
+            "reasoning.effort has",
+        ),
         ("responses", {"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools", "chat template"),
         (
             "responses",
@@ -180,7 +226,9 @@ def test_a_refusal_blames_the_field_that_the_client_wrote(
 ) -> None:
     error = assert_is_error(http.post(f"/v1/{path}", json=given), 400, told)
     assert error["param"] == param
-    assert error["message"].count(".  ") == 0 and error["message"].rstrip(".").count(". ") <= 1, error["message"]
+    assert error["message"].count(".  ") == 0 and error["message"].rstrip(".").count(". ") <= 1, error[
+        "message"
+    ]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -211,7 +259,9 @@ def test_a_body_that_is_no_proper_json_object_is_refused(http: httpx.Client, con
     assert_is_error(http.post("/v1/chat/completions", content=content, headers=headers), 400)
 
 
-@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", "text/json", None])
+@pytest.mark.parametrize(
+    "content_type", ["application/x-www-form-urlencoded", "text/plain", "text/json", None]
+)
 def test_a_body_of_another_type_is_refused_with_the_header_it_needs(
     http: httpx.Client, content_type: str | None
 ) -> None:
@@ -223,7 +273,9 @@ def test_a_body_of_another_type_is_refused_with_the_header_it_needs(
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/problem+json"])
 def test_json_under_its_other_names_is_read(http: httpx.Client, content_type: str) -> None:
-    response = http.post("/v1/chat/completions", content=json.dumps(GOOD), headers={"content-type": content_type})
+    response = http.post(
+        "/v1/chat/completions", content=json.dumps(GOOD), headers={"content-type": content_type}
+    )
     assert response.status_code == 200
 
 
@@ -246,7 +298,9 @@ def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(http: httpx.Client) -> None:
     with socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=30) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n{")
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n{"
+        )
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
     def endless() -> Iterator[bytes]:
@@ -254,13 +308,19 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(http: httpx.Clien
             yield b"x" * 65536
 
     with httpx.Client(base_url=str(http.base_url)) as fresh:
-        response = fresh.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
+        response = fresh.post(
+            "/v1/completions", content=endless(), headers={"content-type": "application/json"}
+        )
         assert_is_error(response, 413, "4194304 bytes")
 
 
-def test_a_prompt_of_several_megabytes_is_refused_and_blocks_nobody(http: httpx.Client, server: ServedCore) -> None:
+def test_a_prompt_of_several_megabytes_is_refused_and_blocks_nobody(
+    http: httpx.Client, server: ServedCore
+) -> None:
     num_admitted = len(server.core.admitted)
-    error = assert_is_error(http.post("/v1/completions", json={"prompt": "a b " * 250_000}), 400, "max_model_len")
+    error = assert_is_error(
+        http.post("/v1/completions", json={"prompt": "a b " * 250_000}), 400, "max_model_len"
+    )
     assert error["code"] == "context_length_exceeded"
     assert len(server.core.admitted) == num_admitted
 
@@ -283,9 +343,12 @@ def test_a_name_nobody_can_ask_for_is_refused() -> None:
     "path", ["/v1/models", "/tokenize", "/metrics", "/openapi.json", "/version", "/nothing", "/live"]
 )
 @pytest.mark.parametrize(
-    "authorization", [None, "Bearer wrong", "Bearer", "secret-1", "Basic secret-1", "Bearer secret-1 x", "Bearer é"]
+    "authorization",
+    [None, "Bearer wrong", "Bearer", "secret-1", "Basic secret-1", "Bearer secret-1 x", "Bearer é"],
 )
-def test_nothing_but_page_health_and_readiness_is_open(keyed: ServedCore, path: str, authorization: str | None) -> None:
+def test_nothing_but_page_health_and_readiness_is_open(
+    keyed: ServedCore, path: str, authorization: str | None
+) -> None:
     headers = {} if authorization is None else {"authorization": authorization.encode()}
     with httpx.Client(base_url=keyed.url, headers=headers) as http:
         assert_is_error(http.get(path), 401, "Bearer")
@@ -295,7 +358,9 @@ def test_nothing_but_page_health_and_readiness_is_open(keyed: ServedCore, path: 
 @pytest.fixture(scope="module")
 def keyed(scripts: Scripts) -> Iterator[ServedCore]:
     core = ScriptedCore(scripts)
-    with served(core, scripts.tokenizer, api_keys=("secret-1", "secret-2"), cors_origins=("https://a.example",)) as run:
+    with served(
+        core, scripts.tokenizer, api_keys=("secret-1", "secret-2"), cors_origins=("https://a.example",)
+    ) as run:
         yield run
 
 
@@ -311,7 +376,8 @@ def test_every_key_opens_the_server_to_the_official_client(keyed: ServedCore, ke
 
 
 @pytest.mark.parametrize(
-    "path", ["/health/../v1/models", "//v1/models", "/health/", "/health%2f..%2fv1/models", "/HEALTH", "/ready/x"]
+    "path",
+    ["/health/../v1/models", "//v1/models", "/health/", "/health%2f..%2fv1/models", "/HEALTH", "/ready/x"],
 )
 def test_no_spelling_of_a_path_gets_around_the_key(keyed: ServedCore, path: str) -> None:
     import http.client
@@ -327,7 +393,10 @@ def test_no_spelling_of_a_path_gets_around_the_key(keyed: ServedCore, path: str)
 
 def test_browsers_of_other_pages_are_told_nothing(keyed: ServedCore, server: ServedCore) -> None:
     ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    assert httpx.options(f"{keyed.url}/v1/models", headers=ask).headers["access-control-allow-origin"] == ask["origin"]
+    assert (
+        httpx.options(f"{keyed.url}/v1/models", headers=ask).headers["access-control-allow-origin"]
+        == ask["origin"]
+    )
     other = {**ask, "origin": "https://b.example"}
     assert "access-control-allow-origin" not in httpx.options(f"{keyed.url}/v1/models", headers=other).headers
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=ask).headers
@@ -365,21 +434,40 @@ def test_a_request_id_is_echoed_and_is_no_key(server: ServedCore) -> None:
         assert [answer.headers["x-request-id"] for answer in answers] == ["mine-1"] * 2
         assert len({answer.json()["id"] for answer in answers}) == 2
         assert all("mine-1" not in request.request_id for request in server.core.admitted)
-        assert http.get("/health", headers={"x-request-id": "a b\tc"}).headers["x-request-id"].startswith("req-")
+        assert (
+            http.get("/health", headers={"x-request-id": "a b\tc"}).headers["x-request-id"].startswith("req-")
+        )
 
 
-NAMES_OF_THIS_MACHINE = ["localhost", "LOCALHOST:9", "localhost.", "chat.localhost", "127.0.0.1:8000", "[::1]:80"]
+NAMES_OF_THIS_MACHINE = [
+    "localhost",
+    "LOCALHOST:9",
+    "localhost.",
+    "chat.localhost",
+    "127.0.0.1:8000",
+    "[::1]:80",
+]
 NAMES_OF_THE_LOCAL_NETWORK = ["x", "mybox:8000", "My_Box-2", "192.168.0.7:80", "[2001:db8::1]"]
 
 
 @pytest.mark.parametrize("host", NAMES_OF_THIS_MACHINE + NAMES_OF_THE_LOCAL_NETWORK)
-def test_a_server_answers_to_addresses_and_to_names_that_no_web_site_has(http: httpx.Client, host: str) -> None:
+def test_a_server_answers_to_addresses_and_to_names_that_no_web_site_has(
+    http: httpx.Client, host: str
+) -> None:
     assert http.post("/v1/chat/completions", json=GOOD, headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "Evil.example.:8000", "127.0.0.1.evil.example", "localhost.evil", "127.1", "[evil.example]", ""],
+    [
+        "evil.example",
+        "Evil.example.:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "127.1",
+        "[evil.example]",
+        "",
+    ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/", "/health", "/nothing"])
 def test_a_page_whose_name_leads_to_this_machine_is_refused(http: httpx.Client, host: str, path: str) -> None:
@@ -433,13 +521,18 @@ def test_a_target_in_absolute_form_is_read_and_its_host_counts(server: ServedCor
     assert answer.startswith(b"HTTP/1.1 403 ")
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/metrics", "/", "/live"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/metrics", "/", "/live"]
+)
 def test_head_is_answered_like_get_without_a_body(server: ServedCore, path: str) -> None:
     answer = raw_answer(server, f"HEAD {path} HTTP/1.1\r\nHost: localhost")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and body == b""
     length = httpx.get(server.url + path).headers["content-length"]
-    assert f"content-length: {length}".encode() in head or path in ("/metrics", "/live")  # their figures change
+    assert f"content-length: {length}".encode() in head or path in (
+        "/metrics",
+        "/live",
+    )  # their figures change
 
 
 def test_head_is_refused_where_get_is(server: ServedCore) -> None:
@@ -449,7 +542,9 @@ def test_head_is_refused_where_get_is(server: ServedCore) -> None:
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70 + ".example", "a..b", "[::1", "300.1.1.1"])
 def test_a_host_that_is_none_is_a_sentence(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot listen on {re.escape(host)} port 0: .*Choose another --host or"):
+    with pytest.raises(
+        ConfigError, match=f"cannot listen on {re.escape(host)} port 0: .*Choose another --host or"
+    ):
         listen(ServerSettings(host=host, port=0))
 
 
@@ -457,6 +552,8 @@ def test_a_port_belongs_to_the_first_server_from_its_start_on() -> None:
     """Before its model is loaded, and before the second one loads any."""
     with listen(ServerSettings(port=0)) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+        ):
             listen(ServerSettings(port=port))
     listen(ServerSettings(port=port)).close()

@@ -1,4 +1,5 @@
-"""``minivllm bench disaggregated``: the figures are those of the right servers, and real ones start and end."""
+"""``minivllm bench disaggregated``:
+the figures are those of the right servers, and real ones start and end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.bench.disaggregated import APART, LOADED, ONE, Servers, against_one, itl_under_load, ttft_by_length
+from minivllm.bench.disaggregated import (
+    APART,
+    LOADED,
+    ONE,
+    Servers,
+    against_one,
+    itl_under_load,
+    ttft_by_length,
+)
 from minivllm.bench.reports.report import Measurement
 from minivllm.bench.serve import Target
 from minivllm.errors import ModelError
@@ -37,7 +46,8 @@ def test_prompts_are_prefilled_where_they_should_be_and_nowhere_else(
         (f"prompt of {length}", side, 2) for length in (30, 60) for side in (ONE, LOADED, APART)
     ]
     prompts = [
-        [tuple(request.prompt_token_ids) for request in server.core.admitted] for server in (one, prefill, decode)
+        [tuple(request.prompt_token_ids) for request in server.core.admitted]
+        for server in (one, prefill, decode)
     ]
     assert [len(own) for own in prompts] == [6, 12, 12] and len(set(prompts[0])) == 6
     assert set(prompts[1]) == set(prompts[2]) and not set(prompts[0]) & set(prompts[1])
@@ -49,7 +59,10 @@ def test_streams_and_late_prompts_are_told_apart_and_failures_end_it(
     servers, _ = scripted
     found = itl_under_load(servers, "prefill-load:2:6:2:30:0.05", rounds=2, vocab_size=300)
     counts = {(entry.side, entry.metric): len(entry.samples) for entry in found}
-    assert all(counts[side, "TTFT"] == 4 and counts[side, "ITL"] > 4 for side in (ONE, APART)) and len(counts) == 4
+    assert (
+        all(counts[side, "TTFT"] == 4 and counts[side, "ITL"] > 4 for side in (ONE, APART))
+        and len(counts) == 4
+    )
     with pytest.raises(ModelError, match=r"A request to http://.* failed: HTTP 400"):
         ttft_by_length(servers, [5000], repeats=1, vocab_size=300)
 
@@ -65,8 +78,25 @@ def test_every_side_is_compared_with_the_one_engine() -> None:
 @pytest.mark.slow
 def test_the_command_measures_real_engines(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minivllm.cli.main", "bench", "disaggregated", str(tiny_model("llama"))]
-    command += ["--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "80", "--vocab-size", "400"]
-    command += ["--lengths", "64,256", "--repeats", "1", "--rounds", "1", "--workload", "prefill-load:2:30:2:200:0.2"]
+    command += [
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--num-gpu-blocks-override",
+        "80",
+        "--vocab-size",
+        "400",
+    ]
+    command += [
+        "--lengths",
+        "64,256",
+        "--repeats",
+        "1",
+        "--rounds",
+        "1",
+        "--workload",
+        "prefill-load:2:30:2:200:0.2",
+    ]
     report = tmp_path / "report.json"
     result = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""``minivllm bench serve`` against the real server with a scripted core, and against streams that it must not trust."""
+"""``minivllm bench serve`` against the real server with a scripted core,
+and against streams that it must not trust."""
 
 from __future__ import annotations
 
@@ -73,7 +74,14 @@ def test_a_closed_loop_keeps_its_places_full_and_never_more(endless: ServedCore,
     endless.core.add_request = counted  # type: ignore[method-assign]
     try:
         report = run_bench(
-            endless, tmp_path, "--workload", "random:12:4:9", "--concurrency", "3", "--png", str(tmp_path / "p.png")
+            endless,
+            tmp_path,
+            "--workload",
+            "random:12:4:9",
+            "--concurrency",
+            "3",
+            "--png",
+            str(tmp_path / "p.png"),
         )
     finally:
         endless.core.add_request = add  # type: ignore[method-assign]
@@ -94,12 +102,17 @@ def test_a_closed_loop_keeps_its_places_full_and_never_more(endless: ServedCore,
 
 
 def test_a_chat_is_measured_by_the_tokens_the_server_counts(endless: ServedCore, tmp_path: Path) -> None:
-    report = run_bench(endless, tmp_path, "--endpoint", "chat", "--workload", "fixed:4:5:6", "--concurrency", "2")
+    report = run_bench(
+        endless, tmp_path, "--endpoint", "chat", "--workload", "fixed:4:5:6", "--concurrency", "2"
+    )
     assert samples(report, "output")[0] * report.configuration["seconds"] == pytest.approx(4 * 6)
 
 
-def test_time_to_first_token_counts_from_the_moment_a_request_was_due(scripts: Scripts, tmp_path: Path) -> None:
-    """The engine takes one request at a time and 20 ms a step: of a burst of 5, the last one waits for the others."""
+def test_time_to_first_token_counts_from_the_moment_a_request_was_due(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    """The engine takes one request at a time and 20 ms a step:
+    of a burst of 5, the last one waits for the others."""
     core = ScriptedCore(forever, max_num_seqs=1)
     core.step_seconds = 0.02
     with served(core, scripts.tokenizer) as server:
@@ -122,11 +135,14 @@ def test_failures_count_by_class_and_only_as_failures(scripts: Scripts, tmp_path
 
 
 def test_overload_is_told_beside_the_same_server_without_it(scripts: Scripts, tmp_path: Path) -> None:
-    """Two run and one waits; a second run comes far faster than the closed loop's rate, so most are told 429."""
+    """Two run and one waits; a second run comes far faster than the closed loop's rate,
+    so most are told 429."""
     core = ScriptedCore(forever, max_num_seqs=2)
     core.step_seconds = 0.002
     with served(core, scripts.tokenizer, max_queued_requests=1) as server:
-        report = run_bench(server, tmp_path, "--workload", "fixed:20:3:60", "--concurrency", "2", "--overload", "50")
+        report = run_bench(
+            server, tmp_path, "--workload", "fixed:20:3:60", "--concurrency", "2", "--overload", "50"
+        )
     usual, over = "fixed:20:3:60, 2 at a time", "fixed:20:3:60, 50 × that rate"
     found = {(one.case, one.metric): one.samples for one in report.measurements}
     assert len(found[usual, "TTFT"]) == 20 and (usual, "time to 429") not in found
@@ -144,7 +160,9 @@ def test_a_server_is_set_beside_the_engine_in_process(endless: ServedCore, tmp_p
         "throughput",
         {},
         [
-            Measurement(case="fixed:8:3:5", side="minivllm", metric=metric, unit=unit, better=better, samples=samples)
+            Measurement(
+                case="fixed:8:3:5", side="minivllm", metric=metric, unit=unit, better=better, samples=samples
+            )
             for metric, unit, better, samples in (
                 ("output", "tok/s", "higher", [1000.0]),
                 ("TTFT", "ms", "lower", [1.0, 2.0, 3.0]),
@@ -164,7 +182,10 @@ def test_a_server_is_set_beside_the_engine_in_process(endless: ServedCore, tmp_p
     ratios = {one.metric: one.ratio for one in report.comparisons}
     assert ratios["output"] == pytest.approx(ours["output"][0] / 1000.0)
     assert ratios["TTFT"] == pytest.approx(2.0 / percentile(ours["TTFT"], 0.5))
-    assert [one.samples for one in report.measurements if one.side == "in process"] == [[1000.0], [1.0, 2.0, 3.0]]
+    assert [one.samples for one in report.measurements if one.side == "in process"] == [
+        [1000.0],
+        [1.0, 2.0, 3.0],
+    ]
 
 
 def test_the_capacity_of_the_api_process_is_measured_with_an_engine_that_costs_nothing() -> None:
@@ -173,8 +194,12 @@ def test_the_capacity_of_the_api_process_is_measured_with_an_engine_that_costs_n
     assert found.seconds > 0 and found.cpu_seconds > 0
 
 
-def test_cancelled_requests_leave_the_engine_and_stand_for_nothing(endless: ServedCore, tmp_path: Path) -> None:
-    report = run_bench(endless, tmp_path, "--workload", "fixed:20:3:50", "--cancel-rate", "0.5", "--concurrency", "4")
+def test_cancelled_requests_leave_the_engine_and_stand_for_nothing(
+    endless: ServedCore, tmp_path: Path
+) -> None:
+    report = run_bench(
+        endless, tmp_path, "--workload", "fixed:20:3:50", "--cancel-rate", "0.5", "--concurrency", "4"
+    )
     [num_cancelled] = samples(report, "cancelled")
     assert 3 <= num_cancelled <= 17
     assert len(samples(report, "TTFT")) == 20 - num_cancelled
@@ -245,7 +270,9 @@ def test_a_chunk_is_not_a_token() -> None:
         ((chunk("a"), 'data: {"error": {"message": "the core died"}}', DONE), "stream error: the core died"),
     ],
 )
-def test_a_stream_that_cannot_be_trusted_is_a_failure_with_its_reason(lines: tuple[str, ...], error: str) -> None:
+def test_a_stream_that_cannot_be_trusted_is_a_failure_with_its_reason(
+    lines: tuple[str, ...], error: str
+) -> None:
     record = measured(*lines)
     assert record.error is not None and record.error.startswith(error)
     assert record.times == []
@@ -285,7 +312,13 @@ def test_arrivals_have_the_rate_and_the_spread_that_were_asked_for() -> None:
         assert sum(gaps(text)) / 4000 == pytest.approx(1 / 20, rel=0.1)
         assert variation(gaps(text)) == pytest.approx(expected, rel=0.1)
     assert gaps("poisson:20") != gaps("gamma:20:0.25")
-    assert [task.arrival for task in arrive(make_workload("fixed:5:1:1", 100), "burst:2:3")] == [0, 0, 3, 3, 6]
+    assert [task.arrival for task in arrive(make_workload("fixed:5:1:1", 100), "burst:2:3")] == [
+        0,
+        0,
+        3,
+        3,
+        6,
+    ]
 
 
 def test_a_trace_is_sent_at_its_own_times(endless: ServedCore, tmp_path: Path) -> None:
@@ -297,7 +330,9 @@ def test_a_trace_is_sent_at_its_own_times(endless: ServedCore, tmp_path: Path) -
     sent = endless.core.admitted[2:]
     assert [request.prompt_token_ids for request in sent] == [line["prompt_token_ids"] for line in lines]
     start = endless.core.admitted[1].arrival_time  # of a request before the trace
-    assert all(request.arrival_time > start + line["arrival"] for request, line in zip(sent, lines, strict=True))
+    assert all(
+        request.arrival_time > start + line["arrival"] for request, line in zip(sent, lines, strict=True)
+    )
 
 
 def test_goodput_needs_every_limit_kept() -> None:
@@ -335,14 +370,29 @@ def test_a_mistake_gets_a_sentence(arguments: list[str], message: str | None) ->
 
 
 def test_a_url_may_end_in_v1_or_not() -> None:
-    assert server_root("http://a:1/v1/") == server_root("http://a:1/v1") == server_root("http://a:1") == "http://a:1"
+    assert (
+        server_root("http://a:1/v1/")
+        == server_root("http://a:1/v1")
+        == server_root("http://a:1")
+        == "http://a:1"
+    )
 
 
 def test_a_sweep_over_rates_draws_the_curve_of_a_server(endless: ServedCore, tmp_path: Path) -> None:
     endless.core.admitted.clear()
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "csv", "png")}
     flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    command = ["serve", "--url", endless.url, "--rates", "40,400", "--workload", "fixed:6:3:5", "--repeats", "2"]
+    command = [
+        "serve",
+        "--url",
+        endless.url,
+        "--rates",
+        "40,400",
+        "--workload",
+        "fixed:6:3:5",
+        "--repeats",
+        "2",
+    ]
     command += ["--vocab-size", "300"]
     result = CliRunner().invoke(bench, [*command, "--slo", "e2e:60000", *flags])
     assert result.exit_code == 0, result.output + repr(result.exception)

@@ -27,13 +27,16 @@ from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab"\\[]{},:é\n')),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.sampled_from('a"\\:,{'), max_size=3), inner),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.sampled_from('a"\\:,{'), max_size=3), inner)
+    ),
     max_leaves=25,
 )
 
 
 def measured(value: Any, depth: int = 0) -> tuple[int, int, int]:
-    """(entries of all lists and objects and how many of those there are, keys, depth), by walking the value."""
+    """(entries of all lists and objects and how many of those there are, keys, depth),
+    by walking the value."""
     if not isinstance(value, (list, dict)):
         return 0, 0, depth
     inner = [measured(entry, depth + 1) for entry in (value.values() if isinstance(value, dict) else value)]
@@ -44,7 +47,9 @@ def measured(value: Any, depth: int = 0) -> tuple[int, int, int]:
 
 @given(value=JSON, chunk=st.integers(1, 40), indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_the_scan_counts_what_the_parser_finds(value: Any, chunk: int, indent: int | None, ascii_only: bool) -> None:
+def test_the_scan_counts_what_the_parser_finds(
+    value: Any, chunk: int, indent: int | None, ascii_only: bool
+) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode()
     values, keys, depth = measured(value)
     monkeypatch = pytest.MonkeyPatch()
@@ -89,7 +94,9 @@ TOO_COMPLEX = {
 
 @pytest.mark.parametrize("name", TOO_COMPLEX)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
-def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(http: httpx.Client, name: str, path: str) -> None:
+def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
+    http: httpx.Client, name: str, path: str
+) -> None:
     content, sentence = TOO_COMPLEX[name]
     error = error_of(http.post(path, content=content, headers=HEADERS), 400)
     assert sentence in error["message"] and error["code"] == "body_too_complex"
@@ -99,8 +106,11 @@ def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(http: httpx.C
     "encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32", "utf-8-sig", "latin-1"]
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_json_in_another_encoding_is_refused_before_it_is_parsed(http: httpx.Client, path: str, encoding: str) -> None:
-    """U+2200 has a byte that is a quote, so the bounds would take what is inside a text for what is outside."""
+def test_json_in_another_encoding_is_refused_before_it_is_parsed(
+    http: httpx.Client, path: str, encoding: str
+) -> None:
+    """U+2200 has a byte that is a quote,
+    so the bounds would take what is inside a text for what is outside."""
     character = "é" if encoding == "latin-1" else "\u2200"
     keys = ",".join(f'"k{number}":1' for number in range(40_000))
     for text in (f'{{"prompt":"{character}"}}', f'{{"user":"{character}",{keys}}}'):
@@ -139,7 +149,9 @@ def test_what_passes_as_utf8_is_what_python_decodes_without_zero_bytes(text: byt
         ({"prompt": "x", "allowed_token_ids": [-1] * 100_000}, "allowed_token_ids.0"),
     ],
 )
-def test_a_body_with_many_mistakes_is_answered_with_a_few(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_a_body_with_many_mistakes_is_answered_with_a_few(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     error = error_of(http.post("/v1/completions", json=body), 400)
     assert error["param"].startswith(param)
 
@@ -160,9 +172,14 @@ def test_a_schema_as_a_text_has_the_bounds_of_a_body(http: httpx.Client, path: s
 def test_memory_goes_back_once_after_requests(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[str] = []
     time.sleep(2 * middleware.TRIM_SECONDS)  # other servers of these tests may have requests behind them
-    monkeypatch.setattr(middleware, "return_freed_memory", lambda: returned.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        middleware, "return_freed_memory", lambda: returned.append(threading.current_thread().name)
+    )
     monkeypatch.setattr(middleware, "TRIM_SECONDS", 2.0)
-    with served(ScriptedCore(scripts), scripts.tokenizer) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        served(ScriptedCore(scripts), scripts.tokenizer) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         for size in (100, 33_000, 33_000):
             assert client.post("/tokenize", json={"prompt": "x " * size}).status_code < 500
         server.wait_until(lambda: returned)
@@ -193,7 +210,9 @@ def test_bodies_are_bounded_in_all(scripts: Scripts, monkeypatch: pytest.MonkeyP
         for connection in waiting:
             assert connection.recv(64).startswith(b"HTTP/1.1 200 ")
             connection.close()
-        server.wait_until(lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200)
+        server.wait_until(
+            lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200
+        )
 
 
 def _send(server: ServedCore, body: dict[str, Any]) -> socket.socket:
@@ -230,9 +249,16 @@ def _read_all(connection: socket.socket) -> bytes:
         b"HTTP/1.1\r\nContent-Length: +5",
     ],
 )
-def test_a_body_whose_end_is_ambiguous_is_refused_and_nothing_behind_it_read(server: ServedCore, head: bytes) -> None:
+def test_a_body_whose_end_is_ambiguous_is_refused_and_nothing_behind_it_read(
+    server: ServedCore, head: bytes
+) -> None:
     smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    request = b"POST /v1/completions " + head.replace(b"\r\n", b"\r\nHost: localhost\r\n", 1) + b"\r\n\r\n" + smuggled
+    request = (
+        b"POST /v1/completions "
+        + head.replace(b"\r\n", b"\r\nHost: localhost\r\n", 1)
+        + b"\r\n\r\n"
+        + smuggled
+    )
     answer = _read_all(_raw(server, request))
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 "))
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -245,7 +271,9 @@ def strict(scripts: Scripts) -> Iterator[ServedCore]:
     defaults = {"head_seconds": 0.3, "body_seconds": 0.6, "write_seconds": 0.5, "max_connections": 5}
     real = connections.ConnectionLimits
     patch.setattr("minivllm.server.run.ConnectionLimits", lambda: real(**defaults))
-    with served(ScriptedCore(scripts, max_model_len=100_000), scripts.tokenizer, request_timeout=30) as running:
+    with served(
+        ScriptedCore(scripts, max_model_len=100_000), scripts.tokenizer, request_timeout=30
+    ) as running:
         patch.undo()  # other servers have the usual limits
         yield running
 
@@ -256,10 +284,16 @@ def strict(scripts: Scripts) -> Iterator[ServedCore]:
         (b"", "head"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", "head"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{", "body"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\n1\r\n{\r\n",
+            "body",
+        ),
     ],
 )
-def test_a_request_that_does_not_arrive_ends_its_connection(strict: ServedCore, begun: bytes, what: str) -> None:
+def test_a_request_that_does_not_arrive_ends_its_connection(
+    strict: ServedCore, begun: bytes, what: str
+) -> None:
     answer = _read_all(_raw(strict, begun))
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert f"The {what} of the request did not arrive".encode() in answer
@@ -272,7 +306,9 @@ def test_what_is_no_request_is_refused_in_the_form_of_all_errors(server: ServedC
     connection = _raw(server, head + b"\r\n\r\n")
     received = connection.recv(65536)
     connection.close()
-    assert received.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"content-type: application/json" in received
+    assert (
+        received.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"content-type: application/json" in received
+    )
     assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
 
 
@@ -321,9 +357,14 @@ def test_a_connection_whose_request_waits_to_be_read_is_not_idle(strict: ServedC
 
 def test_a_body_that_has_arrived_is_not_late_because_the_server_is_busy(strict: ServedCore) -> None:
     body = b'{"prompt": "x"' + b" " * 20_000 + b"}"
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: "
+        b"close\r\n"
+    )
     connection = _raw(strict, head + b"Content-Length: %d\r\n\r\n" % len(body))
-    strict.wait_until(lambda: any(one._waits_for == "body" for one in strict.run._server.server_state.connections))
+    strict.wait_until(
+        lambda: any(one._waits_for == "body" for one in strict.run._server.server_state.connections)
+    )
     with busy(strict):
         connection.sendall(body)
         time.sleep(0.7)  # the time for a body passes
@@ -338,7 +379,9 @@ def test_a_burst_of_connections_is_served_while_the_queue_has_room(scripts: Scri
     data = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
     async def ask_all(port: int) -> set[bytes]:
-        connections = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(number)))
+        connections = await asyncio.gather(
+            *(asyncio.open_connection("127.0.0.1", port) for _ in range(number))
+        )
         for _, writer in connections:
             writer.write(data)
         answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
@@ -360,8 +403,15 @@ def test_as_many_connections_are_taken_as_files_may_be_open(monkeypatch: pytest.
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
         return connections.max_connections(files)
 
-    assert number(1024, 10**6) == number(10**6, 10**6) == number(infinite, infinite) == connections.MAX_CONNECTIONS
-    assert asked == [(connections.MAX_CONNECTIONS + connections.OTHER_FILES, 10**6)], "raised where it is too low"
+    assert (
+        number(1024, 10**6)
+        == number(10**6, 10**6)
+        == number(infinite, infinite)
+        == connections.MAX_CONNECTIONS
+    )
+    assert asked == [(connections.MAX_CONNECTIONS + connections.OTHER_FILES, 10**6)], (
+        "raised where it is too low"
+    )
     assert number(1024, 1024) == 1024 - connections.OTHER_FILES
     assert number(1024, 1024, files=3) == (1024 - connections.OTHER_FILES) // 3
     assert number(1024, infinite, files=3) == connections.MAX_CONNECTIONS
@@ -427,7 +477,8 @@ def test_for_a_reader_that_does_not_read_little_is_written_out(
 
 
 class PausedReader:
-    """The connection of a stream, as uvicorn has it: what is to be sent waits, until the connection is lost."""
+    """The connection of a stream, as uvicorn has it:
+    what is to be sent waits, until the connection is lost."""
 
     def __init__(self) -> None:
         self._is_lost, self._may_go_on = asyncio.Event(), asyncio.Event()
@@ -448,8 +499,8 @@ class PausedReader:
 
 
 def test_nothing_is_written_out_for_a_reader_whose_connection_has_ended() -> None:
-    """What gathered for a reader that had stopped reading may be a thousand tokens, and as many readers may end at
-    once."""
+    """What gathered for a reader that had stopped reading may be a thousand tokens,
+    and as many readers may end at once."""
 
     async def main() -> tuple[int, int, bool]:
         reader, num_built, is_closed = PausedReader(), 0, False
@@ -479,7 +530,8 @@ def test_nothing_is_written_out_for_a_reader_whose_connection_has_ended() -> Non
 
 
 CHUNKED = (
-    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: "
+    b"chunked\r\n"
 )
 
 

@@ -1,4 +1,5 @@
-"""A grammar that cannot be compiled, or not be followed to its end, is the client's mistake: 400 with a sentence."""
+"""A grammar that cannot be compiled, or not be followed to its end, is the client's mistake:
+400 with a sentence."""
 
 from __future__ import annotations
 
@@ -42,9 +43,17 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_grammar_that_cannot_be_compiled_is_refused(real_server: RealServer, name: str, stream: bool) -> None:
+def test_a_grammar_that_cannot_be_compiled_is_refused(
+    real_server: RealServer, name: str, stream: bool
+) -> None:
     structure, complaint = BROKEN[name]
-    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 9, "stream": stream, "structured_outputs": structure}
+    body = {
+        "model": "tiny",
+        "prompt": "Hello",
+        "max_tokens": 9,
+        "stream": stream,
+        "structured_outputs": structure,
+    }
     answer = httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -64,7 +73,12 @@ def test_a_response_format_that_cannot_be_compiled_is_refused(real_client: opena
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_failing_grammar_did_not_allow_is_not_delivered(real_server: RealServer, stream: bool) -> None:
-    structure = {"structured_outputs": {"regex": TOO_HARD}, "max_tokens": 200, "min_tokens": 190, "stream": stream}
+    structure = {
+        "structured_outputs": {"regex": TOO_HARD},
+        "max_tokens": 200,
+        "min_tokens": 190,
+        "stream": stream,
+    }
     body = {"model": "tiny", "prompt": "Hello", "seed": 1, **structure}
     written, error = "", None
     with httpx.stream("POST", f"{real_server.url}/v1/completions", json=body, timeout=60) as answer:
@@ -85,7 +99,10 @@ def test_what_a_failing_grammar_did_not_allow_is_not_delivered(real_server: Real
 
 def test_references_in_the_data_of_a_tool_stay_as_they_are() -> None:
     parameters: dict[str, Any] = {
-        "properties": {"const": {"$ref": "#/$defs/a"}, "b": {"const": {"$ref": "#"}, "default": {"$ref": "#/x"}}},
+        "properties": {
+            "const": {"$ref": "#/$defs/a"},
+            "b": {"const": {"$ref": "#"}, "default": {"$ref": "#/x"}},
+        },
         "$defs": {"a": {"enum": [{"$ref": "#"}]}},
     }
     moved = _moved(parameters)
@@ -97,12 +114,20 @@ def test_references_in_the_data_of_a_tool_stay_as_they_are() -> None:
 def bomb(number: int) -> dict[str, Any]:
     """One of the grammars that take a compiler long, each another one."""
     low, high = 400 + number, 900 + number
-    wide = {f"key{number}_{index}": {"type": "string", "pattern": f"^(a|b|ab){{{low}}}$"} for index in range(40)}
+    wide = {
+        f"key{number}_{index}": {"type": "string", "pattern": f"^(a|b|ab){{{low}}}$"} for index in range(40)
+    }
     bombs: list[dict[str, Any]] = [
         {"regex": f"(a?){{{low}}}(a|b|ab){{{high}}}"},
         {"regex": f"(([a-z]*[0-9]*){{1,{low}}}){{1,{high}}}z"},
         {"json": {"type": "object", "properties": wide}},
-        {"json": {"allOf": [{"anyOf": [{"minLength": k * j + number} for k in range(1, 9)]} for j in range(1, 9)]}},
+        {
+            "json": {
+                "allOf": [
+                    {"anyOf": [{"minLength": k * j + number} for k in range(1, 9)]} for j in range(1, 9)
+                ]
+            }
+        },
         {"grammar": "root ::= " + " ".join(["(" * 40 + f'"{number}"' + ")?" * 40] * 20)},
     ]
     return bombs[number % 5]
@@ -136,7 +161,10 @@ def test_grammar_bombs_cost_others_little(real_server: RealServer) -> None:
         attacker.join()
     slowest = max(seconds for _, seconds in seen)
     statuses = sorted({status for status, _ in seen})
-    print(f"\nlongest gap {alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside 25 bombs, of which the slowest")
+    print(
+        f"\nlongest gap {alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside 25 bombs, of which the "
+        "slowest"
+    )
     print(f"took {slowest:.1f} s; statuses {statuses}")
     assert set(statuses) <= {200, 400, 429}, statuses
     assert slowest < 60

@@ -58,7 +58,8 @@ def frames(*deltas: Mapping[str, str]) -> str:
 
 @contextmanager
 def other_server(stream: str = "", metrics: str | None = None, is_cut: bool = False) -> Iterator[str]:
-    """A server of another kind, which answers with ``stream``. is_cut: the connection ends before the answer does."""
+    """A server of another kind, which answers with ``stream``.
+    is_cut: the connection ends before the answer does."""
 
     class OtherServer(BaseHTTPRequestHandler):
         def answer(self, page: str | None, kind: str, **headers: str) -> None:
@@ -93,7 +94,9 @@ def chat(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=120, input=stdin or "")
 
 
-def test_an_answer_streams_and_is_counted_as_the_server_counts(session: RemoteSession, keyed: ServedCore) -> None:
+def test_an_answer_streams_and_is_counted_as_the_server_counts(
+    session: RemoteSession, keyed: ServedCore
+) -> None:
     pieces: list[str] = []
     generation = session.ask("say:one two three", pieces.append, lambda: False)
     request = keyed.core.admitted[-1]
@@ -135,7 +138,9 @@ def test_reasoning_is_shown_between_its_tags_and_not_kept(session: RemoteSession
     assert session.messages[-1].content == "yes"
 
 
-def test_an_interrupt_keeps_what_was_said_and_frees_the_engine(session: RemoteSession, keyed: ServedCore) -> None:
+def test_an_interrupt_keeps_what_was_said_and_frees_the_engine(
+    session: RemoteSession, keyed: ServedCore
+) -> None:
     shown: list[str] = []
     keyed.core.step_seconds = 0.02
     try:
@@ -189,7 +194,10 @@ def test_stats_are_those_of_the_server(session: RemoteSession, keyed: ServedCore
         (None, "does not tell what its engine does.+answers 404"),
         ("vllm:num_requests_running 1.0\n", "does not tell what its engine does"),
         ("minivllm_engine_up 0.0\n", "does not answer: it is in a long step, hangs or has died"),
-        ("minivllm_engine_up 1.0\n", "does not count kv_cache_usage_ratio: it runs another version of minivllm"),
+        (
+            "minivllm_engine_up 1.0\n",
+            "does not count kv_cache_usage_ratio: it runs another version of minivllm",
+        ),
     ],
 )
 def test_a_server_that_tells_no_stats_gets_a_sentence(metrics: str | None, reason: str) -> None:
@@ -238,7 +246,10 @@ def test_what_has_arrived_of_an_answer_that_breaks_off_is_kept_and_the_session_g
         assert "Traceback" not in done.stderr
         done = chat("--url", url, "-p", "x", "--json")
         record = json.loads(done.stdout)
-        assert (record["text"], record["finish_reason"]) == ("Half an answer", "abort") and sentence in record["error"]
+        assert (record["text"], record["finish_reason"]) == (
+            "Half an answer",
+            "abort",
+        ) and sentence in record["error"]
 
 
 def test_an_answer_that_breaks_off_before_it_begins_leaves_the_conversation_as_it_was() -> None:
@@ -261,7 +272,9 @@ def test_a_server_whose_engine_dies_in_the_middle_of_an_answer_leaves_what_it_sa
                 running.call(core.die)
 
         generation = session.ask("say:" + "on and on " * 300, show, lambda: False)
-        assert generation.interrupted and generation.failure == "The engine has died and the server is stopping."
+        assert (
+            generation.interrupted and generation.failure == "The engine has died and the server is stopping."
+        )
         assert session.messages[-1].interrupted and session.messages[-1].content == "".join(shown) != ""
 
 

@@ -1,7 +1,7 @@
 """Clients that people use, each as its own program in an environment of its own, against the same server.
 
-What a program does is in ``client_programs``: chat, streams, a round trip with a tool, structured output, both in one
-request, embeddings, each where the client has it; with chat completions and with responses.
+What a program does is in ``client_programs``: chat, streams, a round trip with a tool, structured output,
+both in one request, embeddings, each where the client has it; with chat completions and with responses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def python_with(package: str, directory: Path) -> Path:
     result = subprocess.run(install, capture_output=True, text=True, timeout=400)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        pytest.skip(f"{package} cannot be installed, because no package index answers or has it: {last[:200]}")
+        pytest.skip(
+            f"{package} cannot be installed, because no package index answers or has it: {last[:200]}"
+        )
     return python
 
 

@@ -23,7 +23,12 @@ def encode(scripts: Scripts) -> Any:
 
 
 def test_prompts_may_be_texts_or_ids_one_or_many(client: openai.OpenAI, encode: Any) -> None:
-    prompts: list[Any] = ["say:a b", ["say:a b", "say:c"], encode("say:a b"), [encode("say:a b"), encode("say:c")]]
+    prompts: list[Any] = [
+        "say:a b",
+        ["say:a b", "say:c"],
+        encode("say:a b"),
+        [encode("say:a b"), encode("say:c")],
+    ]
     for prompt, expected in zip(prompts, [["a b"], ["a b", "c"]] * 2):
         answer = client.completions.create(model="scripted", prompt=prompt)
         assert [choice.text for choice in answer.choices] == expected
@@ -32,7 +37,12 @@ def test_prompts_may_be_texts_or_ids_one_or_many(client: openai.OpenAI, encode: 
 
 def test_n_completions_of_each_prompt_are_numbered_prompt_by_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="scripted", prompt=["say:a", "say:b"], n=2)
-    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (0, "a"),
+        (1, "a"),
+        (2, "b"),
+        (3, "b"),
+    ]
     texts = [""] * 4
     for chunk in client.completions.create(model="scripted", prompt=["say:a", "say:b"], n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -63,8 +73,11 @@ def test_logprobs_line_up_with_the_tokens_and_their_places(client: openai.OpenAI
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_harness_can_score_a_prompt_by_echo_and_logprobs(client: openai.OpenAI, encode: Any, max_tokens: int) -> None:
-    """What lm-evaluation-harness asks for: the logprobs of given tokens, and whether each was the likeliest."""
+def test_a_harness_can_score_a_prompt_by_echo_and_logprobs(
+    client: openai.OpenAI, encode: Any, max_tokens: int
+) -> None:
+    """What lm-evaluation-harness asks for:
+    the logprobs of given tokens, and whether each was the likeliest."""
     ids = encode("say:one two three")
     answer = client.completions.create(
         model="scripted", prompt=ids, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
@@ -131,7 +144,13 @@ def test_sampling_parameters_reach_the_engine_unchanged(client: openai.OpenAI, s
     )
     request = server.core.admitted[-1]
     params = request.sampling_params
-    assert (params.temperature, params.top_p, params.seed, params.top_k, params.min_p) == (0.7, 0.9, 11, 7, 0.1)
+    assert (params.temperature, params.top_p, params.seed, params.top_k, params.min_p) == (
+        0.7,
+        0.9,
+        11,
+        7,
+        0.1,
+    )
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.1)
     assert (params.logit_bias, params.stop, params.stop_token_ids) == ({5: -3.0}, ["zz"], [9])
     assert params.stop_regex == ["x{9}"]
@@ -159,7 +178,8 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
 
 
 def test_no_two_tokens_share_a_name_in_top_logprobs(client: openai.OpenAI, scripts: Scripts) -> None:
-    """Parts of characters are named by their bytes, as OpenAI names them; the judge is the scripted numbers."""
+    """Parts of characters are named by their bytes, as OpenAI names them;
+    the judge is the scripted numbers."""
     text = "漢字かな é 😀 ünï"
     for named_by_id in (False, True):
         answer = client.completions.create(
@@ -183,9 +203,9 @@ def test_no_two_tokens_share_a_name_in_top_logprobs(client: openai.OpenAI, scrip
             elif not named_by_id:
                 spelt += name.encode()
         if named_by_id:
-            assert [int(name.removeprefix("token_id:")) for name in logprobs.tokens] == scripts.tokenizer.encode(
-                f"say:{text}"
-            )
+            assert [
+                int(name.removeprefix("token_id:")) for name in logprobs.tokens
+            ] == scripts.tokenizer.encode(f"say:{text}")
         else:
             assert spelt.decode() == f"say:{text}"
 
@@ -194,7 +214,13 @@ def test_a_token_begins_where_its_character_does(client: openai.OpenAI) -> None:
     """In one piece, in a stream, and where a stop string holds text back."""
     text = "a漢 é 😀b"
     for fields in ({}, {"stop": [" 😀x"]}, {"echo": True, "n": 1}):
-        body: dict[str, Any] = {"model": "scripted", "prompt": f"say:{text}", "max_tokens": 40, "logprobs": 0, **fields}
+        body: dict[str, Any] = {
+            "model": "scripted",
+            "prompt": f"say:{text}",
+            "max_tokens": 40,
+            "logprobs": 0,
+            **fields,
+        }
         choice = client.completions.create(**body).choices[0]
         offsets: Any = choice.logprobs.text_offset  # type: ignore[union-attr]
         streamed = [
@@ -212,8 +238,13 @@ def test_a_token_begins_where_its_character_does(client: openai.OpenAI) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(family=st.sampled_from(["byte-level", "byte-fallback", "metaspace"]), text=st.text("the ingé日😀", min_size=1))
-def test_offsets_of_every_kind_of_tokenizer_are_where_decoding_puts_the_tokens(family: str, text: str) -> None:
+@given(
+    family=st.sampled_from(["byte-level", "byte-fallback", "metaspace"]),
+    text=st.text("the ingé日😀", min_size=1),
+)
+def test_offsets_of_every_kind_of_tokenizer_are_where_decoding_puts_the_tokens(
+    family: str, text: str
+) -> None:
     """The judge is decoding all ids before a token at once, wherever they end with a whole character."""
     backend = FAMILIES[family]()
     decoder, ids = TokenDecoder(backend), backend.encode(text).ids

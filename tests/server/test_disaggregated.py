@@ -1,4 +1,5 @@
-"""Prefill and decode servers as real processes: tokens are those of one engine, after any death at any time."""
+"""Prefill and decode servers as real processes:
+tokens are those of one engine, after any death at any time."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class Disaggregated:
         port = int(self.urls[name].rpartition(":")[2])
         for child in self.children:
             if child.is_running() and any(
-                one.laddr.port == port and one.status == psutil.CONN_LISTEN for one in child.net_connections("tcp")
+                one.laddr.port == port and one.status == psutil.CONN_LISTEN
+                for one in child.net_connections("tcp")
             ):
                 return child
         raise AssertionError(f"{name} does not listen")
@@ -122,7 +124,9 @@ def answers_of_one_engine(model: Path) -> list[list[str]]:
         return [
             [
                 one.outputs[0].text
-                for one in llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, **kind), use_tqdm=False)
+                for one in llm.generate(
+                    prompts, SamplingParams(max_tokens=24, ignore_eos=True, **kind), use_tqdm=False
+                )
             ]
             for kind in SAMPLING
         ]
@@ -139,7 +143,8 @@ def ask(client: openai.OpenAI, prompt: list[int], kind: dict[str, Any], stream: 
 def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
     start: Callable[..., Disaggregated], expected: list[list[str]]
 ) -> None:
-    """With the official client: streams, answers in one piece, a client that leaves; then a prefill server dies."""
+    """With the official client: streams, answers in one piece, a client that leaves;
+    then a prefill server dies."""
     running = start()
     with running.client() as client:
         for kind, answers in zip(SAMPLING, expected):
@@ -156,7 +161,9 @@ def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
         next(iter(stream))
         stream.close()
         end = time.monotonic() + 30
-        while any(running.metric('minivllm_num_requests_running{engine="0"}', url) for url in running.urls.values()):
+        while any(
+            running.metric('minivllm_num_requests_running{engine="0"}', url) for url in running.urls.values()
+        ):
             assert time.monotonic() < end
             time.sleep(0.02)
         running.kill("prefill 1")
@@ -165,7 +172,11 @@ def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
         assert all(ask(client, prompt, SAMPLING[0], stream=True) for prompt in fresh)
         assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
         running.wait_for("The prefill 1 server serves again")
-        assert httpx.get(f"{running.url}/ready", timeout=30).json() == {"status": "ok", "prefill": 1, "decode": 1}
+        assert httpx.get(f"{running.url}/ready", timeout=30).json() == {
+            "status": "ok",
+            "prefill": 1,
+            "decode": 1,
+        }
         ways = 'minivllm_proxy_requests_total{way="prefill"}'
         before, end = running.metric(ways, running.url), time.monotonic() + 60
         while running.metric(ways, running.url) == before:
@@ -214,7 +225,9 @@ def test_decode_servers_that_die_end_their_streams_others_go_on_and_all_are_star
             try:
                 endings.append(sum(1 for _ in stream))
             except openai.APIError as error:
-                assert "server that wrote this answer has gone" in str(error) or "engine has died" in str(error)
+                assert "server that wrote this answer has gone" in str(error) or "engine has died" in str(
+                    error
+                )
                 endings.append(0)
         assert 0 in endings and any(endings), "some were written by the one, some by the other"
         running.wait_for("The decode 1 server was killed by SIGKILL")
@@ -270,7 +283,8 @@ def test_a_kill_at_any_moment_leaves_right_tokens_or_an_error(
 def test_a_frozen_prefill_server_delays_by_its_deadlines_and_ctrl_c_ends_all(
     start: Callable[..., Disaggregated], expected: list[list[str]]
 ) -> None:
-    """Frozen after it has announced its blocks: the load ends at its deadline, and the prompt is recomputed."""
+    """Frozen after it has announced its blocks:
+    the load ends at its deadline, and the prompt is recomputed."""
     running = start()
     with running.client() as client:
         httpx.post(
@@ -284,7 +298,9 @@ def test_a_frozen_prefill_server_delays_by_its_deadlines_and_ctrl_c_ends_all(
         for one in frozen:
             one.suspend()
         body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{running.urls['decode 1']}/v1/completions", json=body, headers=KEY, timeout=60).json()
+        answer = httpx.post(
+            f"{running.urls['decode 1']}/v1/completions", json=body, headers=KEY, timeout=60
+        ).json()
         assert answer["choices"][0]["text"] == expected[0][0]
         for one in frozen:
             one.resume()
@@ -325,7 +341,15 @@ def test_a_second_signal_ends_all_at_once_with_0(start: Callable[..., Disaggrega
 
 @pytest.mark.slow
 def test_a_server_that_cannot_start_is_named(tiny_model: Callable[..., Path]) -> None:
-    command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(tiny_model("llama")), "--disaggregated", "1P1D"]
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.cli.main",
+        "serve",
+        str(tiny_model("llama")),
+        "--disaggregated",
+        "1P1D",
+    ]
     command += ["--port", "0", "--num-gpu-blocks-override", "2", "--max-model-len", "512", "--enforce-eager"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert result.returncode == 1
@@ -363,7 +387,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, script: str) -> Children:
     return made
 
 
-def test_servers_that_end_are_started_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_servers_that_end_are_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made = stand_ins(monkeypatch, "import time; time.sleep(600)")
 
     async def main() -> None:
@@ -443,7 +469,10 @@ def test_a_shape_is_refused_with_a_sentence(text: str) -> None:
     [
         (["--min-prefill-tokens", "5"], "--min-prefill-tokens needs --disaggregated"),
         (["--prefill-timeout", "5"], "--prefill-timeout needs --disaggregated"),
-        (["--disaggregated", "1P1D", "--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'], "itself"),
+        (
+            ["--disaggregated", "1P1D", "--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'],
+            "itself",
+        ),
         (["--disaggregated", "1P1D", "--cors-origin", "*"], "goes with neither"),
     ],
 )

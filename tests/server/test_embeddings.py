@@ -1,4 +1,5 @@
-"""/v1/embeddings and /v1/score as the official client sees them; the judge is transformers' hidden states, float32."""
+"""/v1/embeddings and /v1/score as the official client sees them;
+the judge is transformers' hidden states, float32."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def assert_close(vectors: list[Any], wanted: list[Any]) -> None:
     np.testing.assert_allclose(np.asarray(vectors), np.asarray(wanted), rtol=1e-4, atol=1e-4)
 
 
-def test_the_official_client_gets_the_models_states(real_server: RealServer, real_client: openai.OpenAI) -> None:
+def test_the_official_client_gets_the_models_states(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
     """It asks for base64 unless told otherwise, and decodes it."""
     wanted = [reference(real_server, prompt) for prompt in PROMPTS]
     for options in ({}, {"encoding_format": "float"}):
@@ -40,12 +43,16 @@ def test_the_official_client_gets_the_models_states(real_server: RealServer, rea
 
 
 def test_base64_is_little_endian_float32(real_server: RealServer, real_client: openai.OpenAI) -> None:
-    answer = httpx.post(f"{real_server.url}/v1/embeddings", json={"input": PROMPTS[0], "encoding_format": "base64"})
+    answer = httpx.post(
+        f"{real_server.url}/v1/embeddings", json={"input": PROMPTS[0], "encoding_format": "base64"}
+    )
     vector = np.frombuffer(base64.b64decode(answer.json()["data"][0]["embedding"]), "<f4")
     assert_close([vector], [reference(real_server, PROMPTS[0])])
 
 
-def test_a_prompt_that_fills_the_context_becomes_a_vector(real_server: RealServer, real_client: openai.OpenAI) -> None:
+def test_a_prompt_that_fills_the_context_becomes_a_vector(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
     """Nothing is generated, so nothing needs room; the server of these tests has a context of 512 tokens."""
     [full] = random_prompts((512,), seed=2)
     answer = real_client.embeddings.create(model="tiny", input=full, encoding_format="float")
@@ -54,7 +61,9 @@ def test_a_prompt_that_fills_the_context_becomes_a_vector(real_server: RealServe
         error = httpx.post(f"{real_server.url}/v1/embeddings", json=body).json()["error"]
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
         assert "at most 512 tokens" in error["message"] and "max_tokens" not in error["message"]
-    error = httpx.post(f"{real_server.url}/v1/score", json={"text_1": "a", "text_2": [*full, 3]}).json()["error"]
+    error = httpx.post(f"{real_server.url}/v1/score", json={"text_1": "a", "text_2": [*full, 3]}).json()[
+        "error"
+    ]
     assert error["param"] == "text_2"
 
 
@@ -82,17 +91,23 @@ def test_texts_and_ids_one_or_many_give_the_same(real_server: RealServer, real_c
     texts = ["a b", "two words more"]
     ids = [encode(text) for text in texts]
     forms: list[Any] = [texts, ids]
-    both = [[item.embedding for item in real_client.embeddings.create(model="tiny", input=form).data] for form in forms]
+    both = [
+        [item.embedding for item in real_client.embeddings.create(model="tiny", input=form).data]
+        for form in forms
+    ]
     ones: list[Any] = [[texts[0], texts[1]], [ids[0], ids[1]]]
     alone = [
-        [real_client.embeddings.create(model="tiny", input=one).data[0].embedding for one in form] for form in ones
+        [real_client.embeddings.create(model="tiny", input=one).data[0].embedding for one in form]
+        for form in ones
     ]
     for vectors in (*both, *alone):
         assert_close(vectors, [reference(real_server, one) for one in ids])
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_pooling_and_length_can_be_chosen(real_client: openai.OpenAI, real_server: RealServer, pooling: str) -> None:
+def test_pooling_and_length_can_be_chosen(
+    real_client: openai.OpenAI, real_server: RealServer, pooling: str
+) -> None:
     for normalize in (True, False):
         answer = real_client.embeddings.create(
             model="tiny", input=PROMPTS[1], extra_body={"pooling": pooling, "normalize": normalize}
@@ -112,7 +127,9 @@ def test_a_list_longer_than_the_queue_is_served_a_few_at_a_time(
     assert service.admission.num_completions == service.admission.num_queued_prompt_tokens == 0
 
 
-def test_prompt_tokens_are_counted_and_no_generated_ones(real_server: RealServer, real_client: openai.OpenAI) -> None:
+def test_prompt_tokens_are_counted_and_no_generated_ones(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
     metrics = real_server.served.run.service.metrics
 
     def counts() -> tuple[float, float]:
@@ -125,7 +142,9 @@ def test_prompt_tokens_are_counted_and_no_generated_ones(real_server: RealServer
 
 
 def test_adapters_have_vectors_of_their_own(real_client: openai.OpenAI) -> None:
-    base, adapted = (real_client.embeddings.create(model=name, input=PROMPTS[0]) for name in ("tiny", "first"))
+    base, adapted = (
+        real_client.embeddings.create(model=name, input=PROMPTS[0]) for name in ("tiny", "first")
+    )
     assert np.abs(np.subtract(base.data[0].embedding, adapted.data[0].embedding)).max() > 1e-2
 
 
@@ -133,7 +152,9 @@ def test_a_score_is_the_cosine_of_two_vectors(real_server: RealServer) -> None:
     vectors = [reference(real_server, prompt) for prompt in PROMPTS]
 
     def scores(left: Any, right: Any) -> list[float]:
-        answer = httpx.post(f"{real_server.url}/v1/score", json={"model": "tiny", "text_1": left, "text_2": right})
+        answer = httpx.post(
+            f"{real_server.url}/v1/score", json={"model": "tiny", "text_1": left, "text_2": right}
+        )
         assert answer.json()["usage"]["total_tokens"] > 0
         return [item["score"] for item in answer.json()["data"]]
 

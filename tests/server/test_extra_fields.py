@@ -1,6 +1,8 @@
-"""vLLM's fields beyond OpenAI's: structured_outputs in every form, arguments for logits processors, best_of, …
+"""vLLM's fields beyond OpenAI's:
+structured_outputs in every form, arguments for logits processors, best_of, …
 
-The judges are jsonschema and Python's re, on what random weights wrote: only the structure can have made it valid.
+The judges are jsonschema and Python's re, on what random weights wrote:
+only the structure can have made it valid.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def ask(client: openai.OpenAI, path: str, text: str = "Hello", model: str = "tin
 
 @pytest.mark.parametrize("path", ["completions", "chat"])
 @pytest.mark.parametrize("kind", WANTED)
-def test_answers_have_the_structure_that_was_asked_for(real_client: openai.OpenAI, path: str, kind: str) -> None:
+def test_answers_have_the_structure_that_was_asked_for(
+    real_client: openai.OpenAI, path: str, kind: str
+) -> None:
     structure, is_valid = WANTED[kind]
     for seed in range(3):
         text = ask(real_client, path, structured_outputs=structure, seed=seed)
@@ -81,16 +85,24 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"structured_outputs": {"regex": "a", **COMPACT}}, "Whitespace options are for json"),
         ({"structured_outputs": {"json": "{"}}, "not a JSON schema"),
         ({"structured_outputs": {"choice": []}}, "choice"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "give one of them"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "give one of them",
+        ),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "give one of them"),
         ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "give tool_choice none"),
-        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "required"}, "give tool_choice none"),
+        (
+            {"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "required"},
+            "give tool_choice none",
+        ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "a structure has an end"),
         ({"structured_outputs": {"regex": "a"}, "thinking_budget": 3}, "contradict each other"),
         ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
-def test_contradictions_are_told_in_a_sentence(client: openai.OpenAI, fields: dict[str, Any], told: str) -> None:
+def test_contradictions_are_told_in_a_sentence(
+    client: openai.OpenAI, fields: dict[str, Any], told: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(told)) as raised:
         ask(client, "chat", "say:a", "scripted", **fields)
     assert raised.value.param is not None
@@ -133,7 +145,9 @@ def test_arguments_that_nobody_takes_are_refused(client: openai.OpenAI) -> None:
         ask(client, "completions", "say:x", "scripted", vllm_xargs={"a": 1})
 
 
-def test_the_best_of_several_come_back_best_first(real_server: RealServer, real_client: openai.OpenAI) -> None:
+def test_the_best_of_several_come_back_best_first(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
     """The judge is the same request asked for all of them."""
     body: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "logprobs": 0}
     body["extra_body"] = {"ignore_eos": True}
@@ -167,7 +181,9 @@ def test_a_grammar_that_the_engine_refuses_is_counted_as_an_error(
     registry = real_server.served.run.service.metrics.registry
 
     def errors() -> float:
-        return registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "error"}) or 0.0
+        return (
+            registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "error"}) or 0.0
+        )
 
     before = errors()
     with pytest.raises(openai.BadRequestError, match="look-around"):

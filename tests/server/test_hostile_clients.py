@@ -1,7 +1,7 @@
 """One hostile client at a time beside a well-behaved one, against the server's own process.
 
-Prints, per case, the longest gap in the other client's stream, the worst answer time of ``/ready``, and the memory of
-server and engine before, at most, and after.
+Prints, per case, the longest gap in the other client's stream, the worst answer time of ``/ready``, and the
+memory of server and engine before, at most, and after.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_SECONDS = 30.0
 HANG_SECONDS = 5.0
 """A gap that no busy machine explains."""
 MEMORY_SHARE = 0.25
-"""By how much a case may leave the server larger than it was, two seconds later: more would be a leak. 10 % is the aim,
-and the table shows what it is."""
+"""By how much a case may leave the server larger than it was, two seconds later: more would be a leak. 10 %
+is the aim, and the table shows what it is."""
 NUM_VALUES = 1_000_000
 TOKENS = 400
 
@@ -68,7 +68,9 @@ class Site:
                 received += piece
         return bytes(received)
 
-    def ask_all(self, requests: list[bytes], expected: tuple[bytes, ...] = (b"200", b"400", b"429", b"504")) -> None:
+    def ask_all(
+        self, requests: list[bytes], expected: tuple[bytes, ...] = (b"200", b"400", b"429", b"504")
+    ) -> None:
         with ThreadPoolExecutor(len(requests)) as pool:
             for answer in pool.map(self.ask, requests):
                 assert answer[9:12] in expected, answer[:500]
@@ -139,7 +141,8 @@ def nothing(site: Site) -> None:
 
 
 def honest_requests(site: Site) -> None:
-    """One of each kind of request, so that what a kind loads or sets up once does not count as an attack's memory."""
+    """One of each kind of request, so that what a kind loads or sets up once does not count as an attack's
+    memory."""
     schema = {"type": "object", "properties": {"field": {"type": "string", "pattern": "(a|b){2,9}"}}}
     fields: list[dict[str, Any]] = [
         {"logprobs": 100, "echo": True, "n": 8},
@@ -199,7 +202,8 @@ def tiny_chunks(site: Site) -> None:
 def grammars(site: Site) -> None:
     def expensive(number: int) -> dict[str, Any]:
         properties = {
-            f"field{number}_{place}": {"type": "string", "pattern": f"(a|b){{{place},200}}"} for place in range(60)
+            f"field{number}_{place}": {"type": "string", "pattern": f"(a|b){{{place},200}}"}
+            for place in range(60)
         }
         return {
             "prompt": [5],
@@ -209,11 +213,17 @@ def grammars(site: Site) -> None:
 
     bodies = [expensive(number) for number in range(20)]
     bodies += [
-        {"prompt": [5], "max_tokens": 2, "structured_outputs": {"regex": f"({number}(a{{1,500}}b?){{1,500}})+"}}
+        {
+            "prompt": [5],
+            "max_tokens": 2,
+            "structured_outputs": {"regex": f"({number}(a{{1,500}}b?){{1,500}})+"},
+        }
         for number in range(5)
     ]
     # Which of them are refused, and how, is the compiler's business.
-    site.ask_all([request("/v1/completions", body) for body in bodies], (b"200", b"400", b"429", b"500", b"504"))
+    site.ask_all(
+        [request("/v1/completions", body) for body in bodies], (b"200", b"400", b"429", b"500", b"504")
+    )
 
 
 def cases() -> dict[str, Callable[[Site], None]]:
@@ -231,11 +241,15 @@ def cases() -> dict[str, Callable[[Site], None]]:
         "wrong values, 3 MB": repeated("/v1/completions", b'{"prompt":[[' + b"-1," * NUM_VALUES + b"1]]}"),
         "wrong values, below the bound": repeated("/v1/completions", {"prompt": [[-1] * 250_000]}),
         "280k unknown keys": repeated("/v1/completions", {f"k{number}": 1 for number in range(280_000)}),
-        "unknown keys, below the bound": repeated("/v1/completions", {f"k{number}": 1 for number in range(32_000)}),
+        "unknown keys, below the bound": repeated(
+            "/v1/completions", {f"k{number}": 1 for number in range(32_000)}
+        ),
         "100k levels": repeated("/v1/completions", b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         "a prompt of 4 MB": repeated("/v1/completions", {"prompt": long}),
         "one word of 3.5 MB": repeated("/v1/completions", {"prompt": word}),
-        "a message of 4 MB": repeated("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        "a message of 4 MB": repeated(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}
+        ),
         "special tokens, 3 MB": repeated(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": "<|im_end|>" * 300_000}]}
         ),
@@ -246,7 +260,9 @@ def cases() -> dict[str, Callable[[Site], None]]:
         ),
         "1400 embeddings": repeated("/v1/embeddings", {"input": ["some words to embed " * 20] * 1400}, 1),
         "long log-probabilities": repeated(
-            "/v1/completions", {"prompt": [5] * 500, "max_tokens": 1000, "n": 8, "logprobs": 100, "echo": True}, 1
+            "/v1/completions",
+            {"prompt": [5] * 500, "max_tokens": 1000, "n": 8, "logprobs": 100, "echo": True},
+            1,
         ),
         "60 stalled readers": stalled_readers,
         "200 slow headers": slow_arrivals(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nX: ", 200),
@@ -269,7 +285,9 @@ def test_a_hostile_client_holds_up_nobody_else(tiny_model: Callable[..., Path], 
         processes = [server, *server.children(recursive=True)]
         honest_requests(site)
         nothing(site)
-        print(f"\n{'case':32}{'gap ms':>8}{'ready ms':>10}{'MB before':>11}{'peak':>7}{'after':>7}{'seconds':>9}")
+        print(
+            f"\n{'case':32}{'gap ms':>8}{'ready ms':>10}{'MB before':>11}{'peak':>7}{'after':>7}{'seconds':>9}"
+        )
         for name, attack in cases().items():
             watch = Bystander(site, processes)
             before, start = watch.rss(), time.monotonic()
@@ -279,7 +297,9 @@ def test_a_hostile_client_holds_up_nobody_else(tiny_model: Callable[..., Path], 
             time.sleep(2.0)
             sizes = [round(size / 2**20) for size in (before, watch.peak_rss, watch.rss())]
             gap, ready = round(watch.longest_gap * 1000), round(watch.worst_ready * 1000)
-            print(f"{name:32}{gap:8}{ready:10}{sizes[0]:11}{sizes[1]:7}{sizes[2]:7}{seconds:9.1f}", flush=True)
+            print(
+                f"{name:32}{gap:8}{ready:10}{sizes[0]:11}{sizes[1]:7}{sizes[2]:7}{seconds:9.1f}", flush=True
+            )
             assert watch.num_chunks > 0
             assert watch.rss() < (1 + MEMORY_SHARE) * before, f"{name}: memory does not return"
             assert max(watch.longest_gap, watch.worst_ready) < HANG_SECONDS, f"{name}: the server stood still"

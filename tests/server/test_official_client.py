@@ -1,6 +1,8 @@
-"""What programs written for OpenAI's own client rely on: retries, timeouts, helpers, parsing, loops with tools.
+"""What programs written for OpenAI's own client rely on:
+retries, timeouts, helpers, parsing, loops with tools.
 
-The judge is the client itself, synchronous and asynchronous; what is left in the engine is read from its gauges.
+The judge is the client itself, synchronous and asynchronous;
+what is left in the engine is read from its gauges.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def narrow(scripts: Scripts) -> Iterator[ServedCore]:
 
 
 class Retries(httpx.BaseTransport):
-    """The client's ordinary transport, counting answers by status; ``on_refusal`` is called after each refused one."""
+    """The client's ordinary transport, counting answers by status;
+    ``on_refusal`` is called after each refused one."""
 
     def __init__(self, on_refusal: Callable[[httpx.Response], None] = lambda response: None) -> None:
         self.statuses: list[int] = []
@@ -63,13 +66,18 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def client_of(server: ServedCore, transport: httpx.BaseTransport, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="unused", http_client=httpx.Client(transport=transport), **options
+        base_url=f"{server.url}/v1",
+        api_key="unused",
+        http_client=httpx.Client(transport=transport),
+        **options,
     )
 
 
 def test_a_client_told_to_come_back_does_and_is_served(narrow: ServedCore, slept: list[float]) -> None:
     """Retry-After is what it waits for, to the second."""
-    blocker = threading.Thread(target=httpx.post, args=(f"{narrow.url}/v1/completions",), kwargs={"json": FULL})
+    blocker = threading.Thread(
+        target=httpx.post, args=(f"{narrow.url}/v1/completions",), kwargs={"json": FULL}
+    )
     blocker.start()
     narrow.wait_until(lambda: len(narrow.core.running) == 1)
     told: list[str] = []
@@ -129,7 +137,12 @@ def gauges(url: str) -> dict[str, float]:
 
 def wait_until_free(server: RealServer) -> None:
     """Nothing runs, waits or holds a block, as the engine itself says."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "num_completions_admitted")
+    names = (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_ratio",
+        "num_completions_admitted",
+    )
     server.served.wait_until(lambda: not any(gauges(server.url)[f"minivllm_{name}"] for name in names))
 
 
@@ -166,7 +179,9 @@ def test_a_client_whose_patience_ends_frees_its_blocks(real_server: RealServer, 
         call = getattr(engine, method)()
         asyncio.run_coroutine_threadsafe(call, real_server.served.loop).result(30)
 
-    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="unused", max_retries=0, timeout=1.0) as client:
+    with openai.OpenAI(
+        base_url=f"{real_server.url}/v1", api_key="unused", max_retries=0, timeout=1.0
+    ) as client:
         if stream:
             chunks = client.completions.create(model="tiny", stream=True, **ENDLESS)
             next(iter(chunks))
@@ -189,7 +204,9 @@ def test_streams_that_are_left_early_free_their_blocks(real_server: RealServer) 
     """By a context manager that ends, by close(), and by a cancelled task."""
 
     async def leave() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{real_server.url}/v1", api_key="unused", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{real_server.url}/v1", api_key="unused", max_retries=0
+        ) as client:
             async with await client.completions.create(model="tiny", stream=True, **ENDLESS) as stream:
                 await anext(aiter(stream))
             stream = await client.completions.create(model="tiny", stream=True, **ENDLESS)
@@ -249,7 +266,10 @@ def test_parse_gives_the_model_that_was_asked_for(client: openai.OpenAI, server:
     structured = server.core.admitted[-1].sampling_params.structured_outputs
     assert structured is not None and set(json.loads(structured.json)["properties"]) == {"name", "people"}
     with client.chat.completions.stream(model="scripted", messages=say(ROME), response_format=City) as stream:
-        assert stream.until_done().get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+        assert (
+            stream.until_done().get_final_completion().choices[0].message.parsed
+            == answer.choices[0].message.parsed
+        )
     response = client.responses.parse(model="scripted", input=f"say:{ROME}", text_format=City)
     assert response.output_parsed == answer.choices[0].message.parsed
 
@@ -257,7 +277,10 @@ def test_parse_gives_the_model_that_was_asked_for(client: openai.OpenAI, server:
 def test_what_the_helpers_return_can_be_sent_back_as_it_is(client: openai.OpenAI) -> None:
     first = client.chat.completions.parse(model="scripted", messages=say(ROME), response_format=City)
     messages = [*say(ROME), first.choices[0].message, *say("thanks")]
-    assert client.chat.completions.create(model="scripted", messages=messages).choices[0].message.content == "thanks"
+    assert (
+        client.chat.completions.create(model="scripted", messages=messages).choices[0].message.content
+        == "thanks"
+    )
     response = client.responses.parse(model="scripted", input=f"say:{ROME}", text_format=City)
     back: Any = [*say(ROME), *response.output, *say("thanks")]
     assert client.responses.create(model="scripted", input=back).output_text == "thanks"
@@ -265,13 +288,17 @@ def test_what_the_helpers_return_can_be_sent_back_as_it_is(client: openai.OpenAI
 
 def test_parse_says_when_the_answer_was_cut(client: openai.OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="scripted", messages=say(ROME), response_format=City, max_tokens=3)
+        client.chat.completions.parse(
+            model="scripted", messages=say(ROME), response_format=City, max_tokens=3
+        )
 
 
 def test_the_asynchronous_client_does_the_same(server: ServedCore) -> None:
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-            parsed = await client.chat.completions.parse(model="scripted", messages=say(ROME), response_format=City)
+            parsed = await client.chat.completions.parse(
+                model="scripted", messages=say(ROME), response_format=City
+            )
             assert parsed.choices[0].message.parsed == City(name="Rome", people=2_800_000)
             async with client.chat.completions.stream(model="scripted", messages=say("a b c")) as stream:
                 assert (await stream.get_final_completion()).choices[0].message.content == "a b c"
@@ -306,7 +333,8 @@ ADD: Any = {
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_with_a_tool_goes_through_a_real_engine(real_client: openai.OpenAI, stream: bool) -> None:
-    """Random weights call the tool only because they must; the second turn reads the call and the tool's result."""
+    """Random weights call the tool only because they must;
+    the second turn reads the call and the tool's result."""
     messages: list[Any] = [{"role": "user", "content": "What is 2 + 5?"}]
     # Whitespace between the tokens of JSON has no end of its own.
     options: dict[str, Any] = {"seed": 1, "extra_body": {"bad_words": ["\n", " ", "\t", "\r"]}}
@@ -314,7 +342,9 @@ def test_a_loop_with_a_tool_goes_through_a_real_engine(real_client: openai.OpenA
     def turn(**others: Any) -> Any:
         if not stream:
             return real_client.chat.completions.create(model="tiny", messages=messages, tools=[ADD], **others)
-        with real_client.chat.completions.stream(model="tiny", messages=messages, tools=[ADD], **others) as events:
+        with real_client.chat.completions.stream(
+            model="tiny", messages=messages, tools=[ADD], **others
+        ) as events:
             return events.get_final_completion()
 
     first = turn(tool_choice={"type": "function", "function": {"name": "add"}}, **options).choices[0]
@@ -336,7 +366,9 @@ def test_a_timeout_of_the_client_is_not_the_servers(server: ServedCore) -> None:
     server.core.held = True
     try:
         with (
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=1, timeout=0.2) as client,
+            openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key="unused", max_retries=1, timeout=0.2
+            ) as client,
             pytest.raises(openai.APITimeoutError),
         ):
             client.completions.create(model="scripted", prompt="say:never")

@@ -1,6 +1,8 @@
-"""Every field of the official client's request types is served, accepted where it changes nothing, or refused by name.
+"""Every field of the official client's request types is served, accepted where it changes nothing,
+or refused by name.
 
-The judge is the client's own declarations, walked from the request down; none may end as an unknown parameter.
+The judge is the client's own declarations, walked from the request down;
+none may end as an unknown parameter.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def tags(kind: Any) -> dict[str, set[str]]:
 
 
 def unknown(official: Any, ours: Any, path: str, seen: frozenset[Any] = frozenset()) -> Iterator[str]:
-    """Paths of official fields that the bodies here do not have. Where there is no body, the value is refused."""
+    """Paths of official fields that the bodies here do not have.
+    Where there is no body, the value is refused."""
     bodies = parts(ours, is_body)
     for kind in parts(official, typing_extensions.is_typeddict):
         wanted = tags(kind)
@@ -123,7 +126,14 @@ NEUTRAL: dict[str, dict[str, list[Any]]] = {
         "frequency_penalty": [0],
         "presence_penalty": [0],
     },
-    "completions": {"best_of": [1], "echo": [False], "suffix": [""], "user": ["me"], "logit_bias": [{}], "n": [1]},
+    "completions": {
+        "best_of": [1],
+        "echo": [False],
+        "suffix": [""],
+        "user": ["me"],
+        "logit_bias": [{}],
+        "n": [1],
+    },
     "embeddings": {"encoding_format": ["float"], "user": ["me"]},
     "responses": {
         **SHARED_NEUTRAL,
@@ -203,7 +213,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, fields in REFUSED.items() for name in fields])
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, fields in REFUSED.items() for name in fields]
+)
 def test_what_cannot_be_served_is_named(client: openai.OpenAI, path: str, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.post(f"/{path}", body={**GOOD[path], name: REFUSED[path][name]}, cast_to=object)

@@ -1,4 +1,5 @@
-"""Fields that may be left out: null says the same at every depth, and labels of other servers' clients say nothing."""
+"""Fields that may be left out: null says the same at every depth,
+and labels of other servers' clients say nothing."""
 
 from __future__ import annotations
 
@@ -45,9 +46,15 @@ def least(annotation: Any) -> Any:
 
 def least_body(kind: type[Body]) -> dict[str, Any]:
     def value(field: FieldInfo) -> Any:
-        return [] if any(getattr(one, "max_length", None) == 0 for one in field.metadata) else least(field.annotation)
+        return (
+            []
+            if any(getattr(one, "max_length", None) == 0 for one in field.metadata)
+            else least(field.annotation)
+        )
 
-    return {field.alias or name: value(field) for name, field in kind.model_fields.items() if field.is_required()}
+    return {
+        field.alias or name: value(field) for name, field in kind.model_fields.items() if field.is_required()
+    }
 
 
 OPTIONAL = sorted(
@@ -61,7 +68,9 @@ OPTIONAL = sorted(
 )
 
 
-@pytest.mark.parametrize(("kind", "name"), OPTIONAL, ids=lambda one: one if isinstance(one, str) else one.__name__)
+@pytest.mark.parametrize(
+    ("kind", "name"), OPTIONAL, ids=lambda one: one if isinstance(one, str) else one.__name__
+)
 def test_null_is_the_same_as_leaving_a_field_out(kind: type[Body], name: str) -> None:
     """The server's schema says so as well."""
     without = least_body(kind)
@@ -106,7 +115,9 @@ def test_cache_control_may_stand_wherever_clients_of_other_servers_put_it(server
     part = {"type": "text", "text": "say:fine", **control}
     message = {"role": "user", "content": [part], **control}
     tool = {"type": "function", "function": {"name": "f", **control}, **control}
-    answer = ask(server, "/v1/chat/completions", {"messages": [message], "tools": [tool], "tool_choice": "none"})
+    answer = ask(
+        server, "/v1/chat/completions", {"messages": [message], "tools": [tool], "tool_choice": "none"}
+    )
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
 
 
@@ -122,7 +133,11 @@ def test_a_strict_server_refuses_labels_too(scripts: Scripts, server: ServedCore
         for body, param in (
             ({**CHAT, "chat_id": "x"}, "chat_id"),
             (
-                {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}
+                    ]
+                },
                 "messages.0.content.0.cache_control",
             ),
         ):

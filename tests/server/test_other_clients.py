@@ -1,5 +1,5 @@
-"""Programs that are not ours: requests as ``llm``, litellm and lm-evaluation-harness form them, and, where they are
-installed, the programs themselves.
+"""Programs that are not ours: requests as ``llm``, litellm and lm-evaluation-harness form them, and, where
+they are installed, the programs themselves.
 
 The judge of a score is transformers in float32.
 """
@@ -62,7 +62,11 @@ LLM_CHATS: dict[str, dict[str, Any]] = {
     "tool result": {**STREAMED, "messages": LOOP, "max_tokens": 12, "tools": TOOLS},
     "next question": {
         **STREAMED,
-        "messages": [*LOOP, {"role": "assistant", "content": "All done."}, {"role": "user", "content": "And now?"}],
+        "messages": [
+            *LOOP,
+            {"role": "assistant", "content": "All done."},
+            {"role": "user", "content": "And now?"},
+        ],
         "max_tokens": 12,
         "tools": TOOLS,
     },
@@ -113,7 +117,12 @@ def test_what_llm_sends_to_a_completion_model_is_answered(real_server: RealServe
     assert last["usage"]["completion_tokens"] <= 12
 
 
-CHOICES = [("Two and two are", " four"), ("Two and two are", " a cat"), ("The sky is", " blue"), ("Water is", " wet")]
+CHOICES = [
+    ("Two and two are", " four"),
+    ("Two and two are", " a cat"),
+    ("The sky is", " blue"),
+    ("Water is", " wet"),
+]
 
 
 def score(server: RealServer, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -176,19 +185,24 @@ def run(command: list[str], **environment: str) -> str:
 @pytest.mark.skipif(importlib.util.find_spec("llm") is None, reason="llm is not installed")
 def test_the_program_llm_itself_talks_to_the_server(real_server: RealServer, tmp_path: Path) -> None:
     entries = [
-        f"- model_id: {name}\n  model_name: tiny\n  api_base: {real_server.url}/v1\n" for name in ("chat", "text")
+        f"- model_id: {name}\n  model_name: tiny\n  api_base: {real_server.url}/v1\n"
+        for name in ("chat", "text")
     ]
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"{entries[0]}  supports_schema: true\n{entries[1]}  completion: true\n"
     )
     home = {"LLM_USER_PATH": str(tmp_path)}
     for model in ("chat", "text"):
-        assert run(["llm", "-m", model, "Once upon", "-o", "max_tokens", "12", "-o", "seed", "1"], **home).strip()
+        assert run(
+            ["llm", "-m", model, "Once upon", "-o", "max_tokens", "12", "-o", "seed", "1"], **home
+        ).strip()
     assert run(["llm", "-c", "And then?", "-o", "max_tokens", "12", "-o", "seed", "2"], **home).strip()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed"
+)
 def test_the_harness_itself_evaluates_the_server(real_server: RealServer, tmp_path: Path) -> None:
     rows = [{"question": context, "choices": [more, " nothing at all"]} for context, more in CHOICES]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
@@ -203,7 +217,9 @@ def test_the_harness_itself_evaluates_the_server(real_server: RealServer, tmp_pa
         "doc_to_choice": "{{choices}}",
     }
     (tmp_path / "local_choice.yaml").write_text(json.dumps(task))
-    where = f"base_url={real_server.url}/v1/completions,model=tiny,tokenizer={real_server.model},num_concurrent=2"
+    where = (
+        f"base_url={real_server.url}/v1/completions,model=tiny,tokenizer={real_server.model},num_concurrent=2"
+    )
     command = ["lm_eval", "--model", "local-completions", "--model_args", where, "--tasks", "local_choice"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
     run(command, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))

@@ -78,7 +78,9 @@ def test_every_control_has_a_name_and_every_id_the_script_uses_is_there_once(
         if tag in ("input", "textarea", "select"):
             assert attributes["id"] in labelled
         if tag == "canvas":
-            assert attributes["role"] == "img" and ("aria-label" in attributes or "aria-describedby" in attributes)
+            assert attributes["role"] == "img" and (
+                "aria-label" in attributes or "aria-describedby" in attributes
+            )
         for reference in ("aria-labelledby", "aria-describedby"):
             assert attributes.get(reference) in (None, *ids)
 
@@ -103,7 +105,9 @@ def test_only_the_page_is_open_what_it_shows_needs_the_key(keyed: ServedCore) ->
     assert httpx.get(f"{keyed.url}/live", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
 
 
-def test_a_models_card_tells_the_sampling_defaults_of_its_generation_config(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_models_card_tells_the_sampling_defaults_of_its_generation_config(
+    scripts: Scripts, tmp_path: Path
+) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20}')
     core = ScriptedCore(scripts)
     core.config = replace(core.config, model_path=str(tmp_path))
@@ -169,7 +173,12 @@ def cached(scripts: Scripts) -> PrefixTree:
             num_blocks=2, num_bytes=2048, users=users, age=0.0 if users else 90.0,
         )  # fmt: skip
 
-    nodes = [node(0, "say: one", 2), node(1, HOSTILE, 2), node(1, "say: two", 0), node(0, "", 0, is_plain=False)]
+    nodes = [
+        node(0, "say: one", 2),
+        node(1, HOSTILE, 2),
+        node(1, "say: two", 0),
+        node(0, "", 0, is_plain=False),
+    ]
     return PrefixTree(nodes=nodes, num_blocks_left_out=7)
 
 
@@ -192,7 +201,9 @@ def test_the_tree_of_the_prefix_cache_has_texts_only_if_the_operator_wants_it(sc
     assert answer["nodes"][0].items() >= first.items()
 
 
-def test_the_tree_is_empty_where_the_engine_does_not_answer(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_is_empty_where_the_engine_does_not_answer(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
     core = ScriptedCore(scripts)
     core.tree = cached(scripts)
@@ -202,13 +213,19 @@ def test_the_tree_is_empty_where_the_engine_does_not_answer(scripts: Scripts, mo
         core.silent = False
 
 
-def test_metrics_and_live_answer_though_the_engine_does_not(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_and_live_answer_though_the_engine_does_not(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
     core = ScriptedCore(scripts)
 
     def figures(url: str) -> dict[str, float]:
-        lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
-        return {name.removeprefix("minivllm_"): float(value) for name, value in lines if "stats_age" not in name}
+        lines = [
+            line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")
+        ]
+        return {
+            name.removeprefix("minivllm_"): float(value) for name, value in lines if "stats_age" not in name
+        }
 
     with served(core, scripts.tokenizer) as server:
         before = figures(server.url)

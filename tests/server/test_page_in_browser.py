@@ -1,4 +1,5 @@
-"""People at the page, in a headless Chromium: at a desk and with a phone, in the dark and in light, by keys alone."""
+"""People at the page, in a headless Chromium:
+at a desk and with a phone, in the dark and in light, by keys alone."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.server.test_page import cached
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium here: apt-get install chromium brings one."),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="There is no Chromium here: apt-get install chromium brings one."
+    ),
 ]
 KEY = "page-key"
 SCREENS = {
@@ -64,12 +67,14 @@ DOCUMENTS = [
     "a | b\n--|--\n1 | 2\n3\n\nafter",
     "| a \\| b | c |\n|---|:-:|\n| **x** | `y` |\n",
     "no | table\nhere\n\n---|---\n",
-    "[a](https://a.example/x_(y)) ![picture](https://a.example/p.png) <https://b.example> [c](mailto:c@d.example)",
+    "[a](https://a.example/x_(y)) ![picture](https://a.example/p.png) <https://b.example> "
+    "[c](mailto:c@d.example)",
     "```\nnever closed\n\n  indented\n",
     "Text\n```py\nx = 1\n```\nText\n- item\nlazy item\n\nEnd",
     "It costs $5, or $6 with tax; $ 7 $ and a$b$c, not US$ 8.",
     "\n\n".join(
-        f"```{name}\n# a // b\n'c\\'d' \"e\" 0x1f 2.5e-3 <p>`f\n/* g -- h\n```" for name in ("py", "js", "sql", "html")
+        f"```{name}\n# a // b\n'c\\'d' \"e\" 0x1f 2.5e-3 <p>`f\n/* g -- h\n```"
+        for name in ("py", "js", "sql", "html")
     ),
 ]
 MATH = [
@@ -80,9 +85,11 @@ MATH = [
     "- [ ] open\n- [x] done *now*\n  - [X] deeper\n- [ ]none\n- [y] none\n1. [x] one",
 ]
 HOSTILE = [
-    "<img src=x onerror=alert(1)><script>alert(1)</script><iframe srcdoc='<script>alert(1)</script>'></iframe>",
+    "<img src=x onerror=alert(1)><script>alert(1)</script><iframe "
+    "srcdoc='<script>alert(1)</script>'></iframe>",
     "[a](javascript:alert(1)) [b](JaVaScRiPt:alert(1)) [c](data:text/html,x) [d](/live) [e](//f.example)",
-    "[g](java\tscript:alert(1)) [h](vbscript:x) [i](file:///etc/passwd) ![j](javascript:alert(1)) [k](blob:https://x/y)",
+    "[g](java\tscript:alert(1)) [h](vbscript:x) [i](file:///etc/passwd) ![j](javascript:alert(1)) "
+    "[k](blob:https://x/y)",
     '```"><img src=x onerror=alert(1)>\n</code></pre><svg onload=alert(1)>\n```',
     "| <b>a</b> | [x](javascript:alert(1)) |\n|-|-|\n| <script>alert(1)</script> | y |",
     r"$<img src=x onerror=alert(1)>$ \(\href{javascript:alert(1)}{x}\) $$\unicode{<b>}$$",
@@ -142,7 +149,9 @@ def focused(page: Browser) -> str:
     return str(page.value("document.activeElement.id || document.activeElement.textContent"))
 
 
-def test_the_prefix_cache_is_a_nested_list_and_what_others_wrote_is_text(page: Browser, scripts: Scripts) -> None:
+def test_the_prefix_cache_is_a_nested_list_and_what_others_wrote_is_text(
+    page: Browser, scripts: Scripts
+) -> None:
     core = ScriptedCore(scripts)
     core.tree = cached(scripts)
     with served(core, scripts.tokenizer, show_cached_texts=True) as server:
@@ -159,10 +168,15 @@ def test_the_prefix_cache_is_a_nested_list_and_what_others_wrote_is_text(page: B
         assert "7 blocks not shown" in str(page.value("document.getElementById('tree-text').textContent"))
 
 
-def test_a_person_writes_without_a_click_reads_and_watches_the_engine(page: Browser, running: ServedCore) -> None:
+def test_a_person_writes_without_a_click_reads_and_watches_the_engine(
+    page: Browser, running: ServedCore
+) -> None:
     running.core.step_seconds = 0.02
     connected(page, running)
-    assert page.value("[...document.querySelectorAll('#model option')].map(o => o.value)") == ["first", "second"]
+    assert page.value("[...document.querySelectorAll('#model option')].map(o => o.value)") == [
+        "first",
+        "second",
+    ]
     assert focused(page) == "message"
     page.type("say:<b>Hello</b>, you.")
     page.key("Enter")
@@ -178,9 +192,17 @@ def test_a_person_writes_without_a_click_reads_and_watches_the_engine(page: Brow
     page.wait_for("Number(document.getElementById('heat').dataset.columns) > 10")
     assert page.value("document.getElementById('kv').textContent") == "25 %"
     said = page.value("document.getElementById('heat-text').textContent")
-    assert re.search(r"(, 1 request|\b\d+ requests)\. Step \d+ computed (1 token|\d+ tokens) for \d+ of them\.", said)
-    assert page.value("[0, 1, 2].map((number) => counted(number, 'token'))") == ["0 tokens", "1 token", "2 tokens"]
-    pixels = "new Set(document.getElementById('heat').getContext('2d').getImageData(0, 0, 900, 100).data).size"
+    assert re.search(
+        r"(, 1 request|\b\d+ requests)\. Step \d+ computed (1 token|\d+ tokens) for \d+ of them\.", said
+    )
+    assert page.value("[0, 1, 2].map((number) => counted(number, 'token'))") == [
+        "0 tokens",
+        "1 token",
+        "2 tokens",
+    ]
+    pixels = (
+        "new Set(document.getElementById('heat').getContext('2d').getImageData(0, 0, 900, 100).data).size"
+    )
     assert page.value(pixels) > 4
     page.press("stop")
     running.wait_until(lambda: not running.core.running)
@@ -223,7 +245,9 @@ def test_an_empty_field_is_the_models_own_default(
     page: Browser, core: ScriptedCore, scripts: Scripts, tmp_path: Path
 ) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20}')
+    (tmp_path / "model" / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_p": 0.9, "top_k": 20}'
+    )
     core.config = replace(core.config, model_path=str(tmp_path / "model"))
     with served(core, scripts.tokenizer, api_keys=(KEY,)) as server:
         page.open(f"{server.url}/")
@@ -243,11 +267,15 @@ def test_an_empty_field_is_the_models_own_default(
     assert [(one.temperature, one.top_p, one.top_k) for one in sampling] == [(0.6, 0.9, 20), (0.25, 0.9, 20)]
 
 
-def test_the_log_follows_the_answer_unless_its_reader_has_scrolled_up(page: Browser, running: ServedCore) -> None:
+def test_the_log_follows_the_answer_unless_its_reader_has_scrolled_up(
+    page: Browser, running: ServedCore
+) -> None:
     running.core.step_seconds = 0.005
     connected(page, running)
     ask(page, "say:" + "\n\n".join(f"paragraph {number}" for number in range(80)))
-    behind = "(({scrollHeight: h, scrollTop: t, clientHeight: c}) => h - t - c)(document.getElementById('log'))"
+    behind = (
+        "(({scrollHeight: h, scrollTop: t, clientHeight: c}) => h - t - c)(document.getElementById('log'))"
+    )
     page.wait_for(f"{TEXTS}[0]?.includes('paragraph 30')")
     assert page.value(f"document.getElementById('log').scrollTop > 0 && {behind} < 30")
     page.value("document.getElementById('log').scrollTop = 0")
@@ -259,11 +287,13 @@ def test_the_log_follows_the_answer_unless_its_reader_has_scrolled_up(page: Brow
     assert page.value(f"{behind} < 30 && document.getElementById('newest').hidden")
 
 
-# -- Markdown ----------------------------------------------------------------------------------------------------
+# -- Markdown
+# ----------------------------------------------------------------------------------------------------
 
 
 class Canonical(HTMLParser):
-    """Elements and text of a rendering, without what is a matter of taste: the same for the page and for a library."""
+    """Elements and text of a rendering, without what is a matter of taste:
+    the same for the page and for a library."""
 
     def __init__(self, levels: int) -> None:
         super().__init__()
@@ -306,7 +336,9 @@ def canonical(html: str, levels: int = 0) -> list[str]:
     parser = Canonical(levels)
     parser.feed(re.sub(r'<header class="">.*?</header>|<header>.*?</header>', "", html))
     parser.close()
-    events = [event if event.startswith("<") else re.sub(r"\n+", "\n", event).strip() for event in parser.events]
+    events = [
+        event if event.startswith("<") else re.sub(r"\n+", "\n", event).strip() for event in parser.events
+    ]
     return [event for event in events if event]
 
 
@@ -393,7 +425,9 @@ def test_mathematics_is_drawn_by_the_browser_and_refused_whole_where_something_i
     assert {source: drawn(page, source) for source in REFUSED} == dict.fromkeys(REFUSED)
     ask(page, "say:" + "\n\n".join(MATH[:4]))
     ended(page, "stop")
-    blocks = page.value("[...document.querySelectorAll('.text math')].map(e => e.getAttribute('display') || 'inline')")
+    blocks = page.value(
+        "[...document.querySelectorAll('.text math')].map(e => e.getAttribute('display') || 'inline')"
+    )
     assert blocks == ["inline"] * 3 + ["block"] * 6
     [text] = page.value(TEXTS)
     assert r"$\unknown{x}$ stays" in text and r"$$\unknown$$" in text and "holds for $5." in text
@@ -439,14 +473,18 @@ def test_every_formula_is_drawn_or_refused_whatever_is_in_it(page: Browser, runn
         f"{json.dumps(tokens)}.filter(one => !formula(one, false) && !formula(one + '{{x}}', false)"
         " && !formula(one + '(', false))"
     )
-    assert [one for one in alone if re.fullmatch(r"\\\w+", one)] == [], "every command that has a name can be drawn"
+    assert [one for one in alone if re.fullmatch(r"\\\w+", one)] == [], (
+        "every command that has a name can be drawn"
+    )
 
 
 def test_a_list_of_tasks_shows_what_is_done(page: Browser, running: ServedCore) -> None:
     connected(page, running)
     ask(page, "say:" + MATH[4])
     ended(page, "stop")
-    boxes = "[...document.querySelectorAll('.task input')].map(e => [e.ariaLabel, e.checked, e.disabled, e.type])"
+    boxes = (
+        "[...document.querySelectorAll('.task input')].map(e => [e.ariaLabel, e.checked, e.disabled, e.type])"
+    )
     done, undone = ["done", True, True, "checkbox"], ["not done", False, True, "checkbox"]
     assert page.value(boxes) == [undone, done, done, done]
     items = "[...document.querySelectorAll('li')].map(e => e.textContent.split('\\n')[0])"
@@ -471,7 +509,8 @@ def test_code_has_colours_and_keeps_its_text(page: Browser, running: ServedCore,
     code = "\nplain ".join(COLOURED[language])
     shown = rendered(page, [f"```{language}\n{code}\n```"])
     found = page.value(
-        f"(() => {{ const e = document.createElement('div'); e.append(...coloured({language!r}, {json.dumps(code)}));"
+        f"(() => {{ const e = document.createElement('div'); e.append(...coloured({language!r}, "
+        f"{json.dumps(code)}));"
         " return [e.textContent, [...e.children].map(s => [s.className, s.textContent])] })()"
     )
     kinds = [list(one) for one in zip(("comment", "string", "number", "keyword"), COLOURED[language])]
@@ -500,12 +539,16 @@ def test_reasoning_is_open_while_it_is_written_and_folded_afterwards(
         page.reload()
         page.wait_for("document.querySelectorAll('.assistant').length === 2")
         assert page.value(hidden) == [False, True]
-        assert "step by step" in page.value(f"{thoughts}.textContent") and page.value(f"{thoughts}.open") is False
+        assert (
+            "step by step" in page.value(f"{thoughts}.textContent")
+            and page.value(f"{thoughts}.open") is False
+        )
         asked = scripts.tokenizer.decode(core.admitted[-1].prompt_token_ids)
         assert asked.count("step by step") == 10, "in the first question only: reasoning is not sent back"
 
 
-# -- conversations and the keyboard ------------------------------------------------------------------------------
+# -- conversations and the keyboard
+# ------------------------------------------------------------------------------
 
 OPTIONS = "[...document.querySelectorAll('#chats option')].map(o => o.text)"
 
@@ -583,7 +626,10 @@ BROKEN = [
     "[null, 1, {}, [], {'id': 1}]",
     '[{"id": "a", "draft": "", "messages": [null]}]',
 ]
-BROKEN += ['[{"id": "a", "draft": "", "messages": [{"role": "system", "content": 7}]}]', "<script>alert(1)</script>"]
+BROKEN += [
+    '[{"id": "a", "draft": "", "messages": [{"role": "system", "content": 7}]}]',
+    "<script>alert(1)</script>",
+]
 
 
 def test_a_storage_with_anything_in_it_does_not_break_the_page(page: Browser, running: ServedCore) -> None:
@@ -598,7 +644,9 @@ def test_a_storage_with_anything_in_it_does_not_break_the_page(page: Browser, ru
         assert page.value("JSON.parse(localStorage.getItem('minivllm.chats')).length") == 1
 
 
-def test_a_storage_that_is_full_or_off_is_told_and_the_page_goes_on(page: Browser, running: ServedCore) -> None:
+def test_a_storage_that_is_full_or_off_is_told_and_the_page_goes_on(
+    page: Browser, running: ServedCore
+) -> None:
     connected(page, running)
     for method in ("write", "read"):
         page.value(f"storage.{method} = () => {{ throw new DOMException('full', 'QuotaExceededError') }}")
@@ -624,7 +672,8 @@ def test_the_oldest_conversations_make_room(page: Browser, running: ServedCore) 
     is_kept, size, *ids = page.value(script % (300_000, 10))
     assert is_kept and size <= 2_000_002 and ids == [f"n{number}" for number in reversed(range(4, 10))]
     is_kept, size, *ids = page.value(
-        "(write => { storage.write = text => { if (text.length > 1000000) throw new Error('full'); write(text) } })"
+        "(write => { storage.write = text => { if (text.length > 1000000) throw new Error('full'); "
+        "write(text) } })"
         "(storage.write), " + script % (300_000, 10)
     )
     assert is_kept and size <= 1_000_000 and ids == ["n9", "n8", "n7"]
@@ -645,7 +694,9 @@ def test_enter_sends_at_a_desk_starts_a_line_on_a_phone_and_ends_a_composition(
     assert page.value("document.querySelectorAll('.message').length") == 0
     page.value("document.getElementById('message').value = 'say:safari'")
     pressed = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true, cancelable: true})"
-    assert page.value(f"document.getElementById('message').dispatchEvent({pressed})"), "the input method has it"
+    assert page.value(f"document.getElementById('message').dispatchEvent({pressed})"), (
+        "the input method has it"
+    )
     assert page.value("document.querySelectorAll('.message').length") == 0
     page.look(390, 844, "light", is_phone=True)
     page.value("document.getElementById('message').value = ''")
@@ -674,7 +725,10 @@ def test_most_of_a_phone_is_the_conversations(
     below = f"Math.max(...{bottoms})"
     page.wait_for(f"{TEXTS}[0]?.includes('on and on')")
     for state in ("writing", "done"):
-        assert page.value("innerHeight") == height and page.value("document.documentElement.scrollWidth") == width
+        assert (
+            page.value("innerHeight") == height
+            and page.value("document.documentElement.scrollWidth") == width
+        )
         assert page.value(share) >= 0.6 and page.value(below) <= height, state
         page.screenshot(tmp_path / f"{width}-{state}.png")
         if state == "writing":
@@ -682,18 +736,41 @@ def test_most_of_a_phone_is_the_conversations(
             ended(page, "stopped")
 
 
-def test_nothing_a_model_writes_runs_loads_or_leads_anywhere_but_the_web(page: Browser, running: ServedCore) -> None:
+def test_nothing_a_model_writes_runs_loads_or_leads_anywhere_but_the_web(
+    page: Browser, running: ServedCore
+) -> None:
     connected(page, running)
     ask(page, "say:" + "\n\n".join(HOSTILE))
     ended(page, "stop")
     [text] = page.value(TEXTS)
     assert "<img src=x onerror=alert(1)><script>alert(1)</script>" in text
-    assert page.value("document.querySelectorAll('#log :is(img, script, iframe, svg, b, a, object, form)').length") == 0
-    allowed = {"code", "del", "em", "span", "strong", "a", "p", "h3", "pre", "div", "header", "button", "article"}
+    assert (
+        page.value(
+            "document.querySelectorAll('#log :is(img, script, iframe, svg, b, a, object, form)').length"
+        )
+        == 0
+    )
+    allowed = {
+        "code",
+        "del",
+        "em",
+        "span",
+        "strong",
+        "a",
+        "p",
+        "h3",
+        "pre",
+        "div",
+        "header",
+        "button",
+        "article",
+    }
     allowed |= {"ul", "li", "table", "thead", "tbody", "tr", "th", "td", "input"}
     allowed |= {"details", "summary", "math", "mrow", "mi", "mo", "mn", "mtext", "mspace"}
     attributes = "[...new Set([...document.querySelectorAll('#log *')].flatMap(e => e.getAttributeNames()))]"
-    assert [name for name in page.value(attributes) if name.startswith("on") or name in ("href", "src", "style")] == []
+    assert [
+        name for name in page.value(attributes) if name.startswith("on") or name in ("href", "src", "style")
+    ] == []
     found = page.value("[...new Set([...document.querySelectorAll('#log *')].map(e => e.localName))]")
     assert set(found) <= allowed
     ask(page, "say:[x](https://a.example/?q=1) https://b.example/c.")
@@ -709,7 +786,25 @@ def test_nothing_a_model_writes_runs_loads_or_leads_anywhere_but_the_web(page: B
 @pytest.mark.parametrize(
     "piece",
     [
-        *("*a", "**a ", "[", "`", "_a ", "- ", "> ", "\n", " ", "|", "# ", "-", "a`b", "~~a", "\t", "1. x\n", "(["),
+        *(
+            "*a",
+            "**a ",
+            "[",
+            "`",
+            "_a ",
+            "- ",
+            "> ",
+            "\n",
+            " ",
+            "|",
+            "# ",
+            "-",
+            "a`b",
+            "~~a",
+            "\t",
+            "1. x\n",
+            "([",
+        ),
         *("$", "$a ", "$$ ", "$$\n", "\\[\n", "\\(", "\\(a", "- [ ] ", "$$a\n\n", "$$\\frac", "$${"),
     ],
 )
@@ -717,7 +812,8 @@ def test_no_text_takes_long_to_read(page: Browser, running: ServedCore, piece: s
     connected(page, running)
     text = piece * (100_000 // len(piece))
     took = page.value(
-        f"(() => {{ const t = performance.now(); for (const p of ['x\\n', '- x\\n', '# ', '`', '|-', '```js\\n'])"
+        f"(() => {{ const t = performance.now(); for (const p of ['x\\n', '- x\\n', '# ', '`', '|-', "
+        "'```js\\n'])"
         f" new MarkdownView(document.createElement('div')).add(p + {json.dumps(text)} + 'x');"
         " return performance.now() - t })()"
     )
@@ -725,17 +821,22 @@ def test_no_text_takes_long_to_read(page: Browser, running: ServedCore, piece: s
     assert took < 10_000
 
 
-# -- errors ------------------------------------------------------------------------------------------------------
+# -- errors
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_key_is_told_and_the_right_one_opens(page: Browser, core: ScriptedCore, scripts: Scripts) -> None:
+def test_a_wrong_key_is_told_and_the_right_one_opens(
+    page: Browser, core: ScriptedCore, scripts: Scripts
+) -> None:
     with served(core, scripts.tokenizer, api_keys=(KEY,)) as server:
         page.open(f"{server.url}/")
         page.wait_for("document.activeElement.id === 'key'")
         assert page.value("document.getElementById('status').textContent") == "a key is needed"
         page.type("wrong")
         page.key("Enter")
-        page.wait_for("document.getElementById('key-problem').textContent === 'The server does not accept this key.'")
+        page.wait_for(
+            "document.getElementById('key-problem').textContent === 'The server does not accept this key.'"
+        )
         page.type(KEY)
         page.key("Enter")
         page.wait_for("document.getElementById('status').textContent === 'connected'")
@@ -758,13 +859,17 @@ def test_a_full_server_and_a_refused_prompt_are_told_in_words(
         assert "more blocks than the cache has" in problem(page)
         core.held = True
         headers = "{'content-type': 'application/json'}"
-        asking = f"fetch('/v1/completions', {{method: 'POST', headers: {headers}, body: '{{\"prompt\": [5]}}'}})"
+        asking = (
+            f"fetch('/v1/completions', {{method: 'POST', headers: {headers}, body: '{{\"prompt\": [5]}}'}})"
+        )
         page.value(f"void {asking}")
         server.wait_until(lambda: len(core.admitted) > 1)
         page.value("document.getElementById('message').value = ''")
         ask(page, "say:hello")
         page.wait_for("document.querySelectorAll('.problem').length === 2")
-        assert re.match(r"The server is full, try again in \d+ s\. It says: The server is full: 1 of 1", problem(page))
+        assert re.match(
+            r"The server is full, try again in \d+ s\. It says: The server is full: 1 of 1", problem(page)
+        )
         assert page.value("document.querySelectorAll('.problem')[1].getAttribute('role')") == "alert"
         core.held = False
         server.wait_until(lambda: not core.running)
@@ -781,10 +886,14 @@ def test_a_full_context_is_told_before_and_after_it_is_reached(page: Browser, sc
             "context 200 of 200 · cut: the context is full, start a new chat"
         )
         ask(page, "say:more")
-        assert re.match(r"This chat has filled the context: start a new chat\. .*max_model_len is 200", problem(page))
+        assert re.match(
+            r"This chat has filled the context: start a new chat\. .*max_model_len is 200", problem(page)
+        )
 
 
-def test_a_server_that_is_gone_is_told_and_found_again(page: Browser, core: ScriptedCore, scripts: Scripts) -> None:
+def test_a_server_that_is_gone_is_told_and_found_again(
+    page: Browser, core: ScriptedCore, scripts: Scripts
+) -> None:
     core.step_seconds = 0.02
     with served(core, scripts.tokenizer) as server:
         connected(page, server)
@@ -798,7 +907,9 @@ def test_a_server_that_is_gone_is_told_and_found_again(page: Browser, core: Scri
     ask(page, "say:hello")
     page.wait_for("document.querySelectorAll('.problem').length === 2")
     assert problem(page).startswith("The server does not answer: it has stopped, or the network is down.")
-    page.wait_for("document.getElementById('status').textContent === 'the server does not answer, trying again'")
+    page.wait_for(
+        "document.getElementById('status').textContent === 'the server does not answer, trying again'"
+    )
     core = ScriptedCore(scripts)
     with served(core, scripts.tokenizer, port=server.port) as server:
         page.wait_for("document.getElementById('status').textContent === 'connected'")
@@ -808,7 +919,8 @@ def test_a_server_that_is_gone_is_told_and_found_again(page: Browser, core: Scri
         page.wait_for("Number(document.getElementById('heat').dataset.columns) > 3")
 
 
-# -- what it looks like ------------------------------------------------------------------------------------------
+# -- what it looks like
+# ------------------------------------------------------------------------------------------
 
 CONTRASTS = """(() => {
   const channels = (c) => (c.match(/[\\d.]+/g) || []).map(Number);

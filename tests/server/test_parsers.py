@@ -120,7 +120,9 @@ def test_text_without_a_call_comes_out_unchanged(name: str, text: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(calls=CALLS, indent=st.none() | st.integers(0, 2), arguments_first=st.booleans(), as_string=st.booleans())
+@given(
+    calls=CALLS, indent=st.none() | st.integers(0, 2), arguments_first=st.booleans(), as_string=st.booleans()
+)
 def test_hermes_calls_come_back_as_they_were_written(
     calls: list[tuple[str, dict[str, object]]], indent: int | None, arguments_first: bool, as_string: bool
 ) -> None:
@@ -190,7 +192,9 @@ def test_a_call_cut_off_by_the_length_keeps_the_arguments_it_has() -> None:
         ("<think></think>Yes.", False, "", "Yes."),
     ],
 )
-def test_reasoning_is_told_from_the_answer(text: str, starts_inside: bool, reasoning: str, content: str) -> None:
+def test_reasoning_is_told_from_the_answer(
+    text: str, starts_inside: bool, reasoning: str, content: str
+) -> None:
     events = parse(ThinkParser(PlainText(), starts_inside=starts_inside), list(text))
     assert "".join(event.text for event in events if isinstance(event, Reasoning)) == reasoning
     assert content_of(events) == content
@@ -199,12 +203,15 @@ def test_reasoning_is_told_from_the_answer(text: str, starts_inside: bool, reaso
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("piece", ["<", "<tool_call", '{"a":', "\n ", "<think", "</thin", "[", '"\\'])
 def test_no_more_than_the_beginning_of_a_tag_is_looked_at_again(name: str, piece: str) -> None:
-    """What a delta makes the parser read is the delta and a remainder shorter than a tag, so the work is linear."""
+    """What a delta makes the parser read is the delta and a remainder shorter than a tag,
+    so the work is linear."""
     parser = PARSERS[name]()
     for _ in range(200):
         parser.feed(piece)
         inner = getattr(parser, "_inner", parser)
-        assert len(getattr(parser, "_buffer", "")) + len(getattr(inner, "_buffer", "")) < 2 * len("<|python_tag|>")
+        assert len(getattr(parser, "_buffer", "")) + len(getattr(inner, "_buffer", "")) < 2 * len(
+            "<|python_tag|>"
+        )
 
 
 def test_the_chat_template_tells_the_parsers() -> None:
@@ -217,7 +224,8 @@ def test_the_chat_template_tells_the_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("tool_call_parser", "auto, none, hermes, llama"), ("reasoning_parser", "auto, none, think")]
+    ("name", "known"),
+    [("tool_call_parser", "auto, none, hermes, llama"), ("reasoning_parser", "auto, none, think")],
 )
 def test_an_unknown_parser_is_refused_before_a_model_is_loaded(name: str, known: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 'mistral', but must be one of {known}"):

@@ -1,4 +1,5 @@
-"""The command itself: a real engine process behind ``minivllm serve``, official clients, signals and deaths."""
+"""The command itself: a real engine process behind ``minivllm serve``, official clients,
+signals and deaths."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ import openai
 import psutil
 import pytest
 
-LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 450, "stream": True, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 450,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 class Command:
@@ -26,8 +32,25 @@ class Command:
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self._log = log
-        command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(model), "--enforce-eager", "--port", "0"]
-        command += ["--max-model-len", "512", "--num-gpu-blocks-override", "60", "--served-model-name", "tiny", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "minivllm.cli.main",
+            "serve",
+            str(model),
+            "--enforce-eager",
+            "--port",
+            "0",
+        ]
+        command += [
+            "--max-model-len",
+            "512",
+            "--num-gpu-blocks-override",
+            "60",
+            "--served-model-name",
+            "tiny",
+            *flags,
+        ]
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file)
         self.wait_for(r"Serving tiny on (http://[0-9.:]+)")
@@ -74,9 +97,13 @@ def test_greedy_answers_equal_the_offline_engine_and_sigterm_ends_it_with_0(
         answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=12, temperature=0)
         served = [choice.text for choice in answer.choices]
         for prompt, text in zip(prompts, served):
-            chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=True)
+            chunks = client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=True
+            )
             assert "".join(chunk.choices[0].text for chunk in chunks) == text
-    with LLM(str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=60) as llm:
+    with LLM(
+        str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=60
+    ) as llm:
         params = SamplingParams(max_tokens=12, temperature=0.0)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         assert served == [output.outputs[0].text for output in outputs]
@@ -133,7 +160,9 @@ def test_signals_at_every_moment_of_the_end_change_neither_the_code_nor_the_log(
 
 
 @pytest.mark.slow
-def test_a_single_signal_that_comes_while_the_engine_is_closed_is_no_death(start: Callable[..., Command]) -> None:
+def test_a_single_signal_that_comes_while_the_engine_is_closed_is_no_death(
+    start: Callable[..., Command],
+) -> None:
     command = start()
     [engine, *_] = psutil.Process(command.process.pid).children()
     command.process.send_signal(signal.SIGTERM)
@@ -149,7 +178,9 @@ def test_a_killed_core_reaches_every_client_health_and_the_exit_code(start: Call
     command = start()
     server = psutil.Process(command.process.pid)
     children = server.children(recursive=True)
-    [core] = [child for child in children if child.memory_info().rss == max(c.memory_info().rss for c in children)]
+    [core] = [
+        child for child in children if child.memory_info().rss == max(c.memory_info().rss for c in children)
+    ]
     with command.client() as client:
         streams = [client.completions.create(model="tiny", **LONG) for _ in range(3)]
         for stream in streams:
@@ -187,7 +218,9 @@ def test_an_engine_that_dies_before_anything_is_asked_ends_the_server(start: Cal
     """The server listens to it from the start, which brings the engine's log lines too."""
     command = start("--stats-interval", "0")
     children = psutil.Process(command.process.pid).children(recursive=True)
-    [core] = [child for child in children if child.memory_info().rss == max(c.memory_info().rss for c in children)]
+    [core] = [
+        child for child in children if child.memory_info().rss == max(c.memory_info().rss for c in children)
+    ]
     os.kill(core.pid, signal.SIGKILL)
     assert command.process.wait(60) == 1
     assert "The engine has died, and the server stops" in command.log
@@ -195,7 +228,16 @@ def test_an_engine_that_dies_before_anything_is_asked_ends_the_server(start: Cal
 
 def serve_nothing(*flags: str) -> subprocess.CompletedProcess[str]:
     """A server that cannot start."""
-    command = [sys.executable, "-m", "minivllm.cli.main", "serve", "no-such-model", "--host", "0.0.0.0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.cli.main",
+        "serve",
+        "no-such-model",
+        "--host",
+        "0.0.0.0",
+        *flags,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode in (1, 2) and "Traceback" not in result.stderr
     return result

@@ -1,4 +1,5 @@
-"""The proxy in front of scripted servers: who is asked what, who steps in, and what clients can and cannot do."""
+"""The proxy in front of scripted servers:
+who is asked what, who steps in, and what clients can and cannot do."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class RunningProxy:
 
 
 @contextmanager
-def proxied(prefill: list[Any], decode: list[Any], api_keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Any]:
+def proxied(
+    prefill: list[Any], decode: list[Any], api_keys: tuple[str, ...] = (), **settings: Any
+) -> Iterator[Any]:
     """prefill, decode: servers, or addresses."""
     urls = [[one if isinstance(one, str) else one.url for one in servers] for servers in (prefill, decode)]
     options = {"min_prefill_tokens": THRESHOLD, "prefill_timeout": 20.0, **settings}
@@ -94,7 +97,8 @@ def servers(scripts: Scripts) -> Iterator[Callable[[int], list[ServedCore]]]:
         def make(count: int) -> list[ServedCore]:
             cores = [ScriptedCore(scripts) for _ in range(count)]
             return [
-                stack.enter_context(served(core, scripts.tokenizer, served_model_names=("tiny",))) for core in cores
+                stack.enter_context(served(core, scripts.tokenizer, served_model_names=("tiny",)))
+                for core in cores
             ]
 
         yield make
@@ -148,15 +152,23 @@ def test_chats_and_responses_have_the_same_prompt_on_both_sides(pair: RunningPro
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "max_completion_tokens": 7}),
         ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "min_tokens": 3}),
-        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "top_logprobs": 2, "logprobs": True}),
-        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "response_format": schema, "n": 2}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": LONG}], "top_logprobs": 2, "logprobs": True},
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": LONG}], "response_format": schema, "n": 2},
+        ),
         ("responses", {"input": LONG, "instructions": "Be short.", "max_output_tokens": 9}),
         ("completions", {"prompt": [LONG, "say:five"], "best_of": None, "echo": True}),
         ("completions", {"prompt": list(range(4, 60)), "cache_salt": "tenant", "min_tokens": 4}),
     ]
     for path, body in bodies:
         clear(pair)
-        response = httpx.post(f"{pair.url}/v1/{path}", json={**body, "model": "tiny", "stream": stream}, timeout=30)
+        response = httpx.post(
+            f"{pair.url}/v1/{path}", json={**body, "model": "tiny", "stream": stream}, timeout=30
+        )
         assert response.status_code == 200, response.text
         first, second = asked(pair.prefill[0]), asked(pair.decode[0])
         prompts = [{tuple(one.prompt_token_ids) for one in side} for side in (first, second)]
@@ -170,7 +182,11 @@ def test_the_official_client_streams_chats_and_responses_through_it(pair: Runnin
     with pair.client() as client:
         messages: Any = [{"role": "user", "content": LONG}]
         chunks = client.chat.completions.create(
-            model="tiny", messages=messages, stream=True, max_tokens=300, stream_options={"include_usage": True}
+            model="tiny",
+            messages=messages,
+            stream=True,
+            max_tokens=300,
+            stream_options={"include_usage": True},
         )
         pieces = list(chunks)
         assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices).strip() == wish
@@ -201,7 +217,9 @@ def test_what_is_refused_is_refused_in_the_servers_own_words(pair: RunningProxy)
         through = httpx.post(f"{pair.url}/v1/completions", json=body)
         assert (through.status_code, through.json()) == (direct.status_code, direct.json())
         assert 400 <= through.status_code < 500
-    broken = httpx.post(f"{pair.url}/v1/completions", content=b'{"prompt": "a', headers={"content-type": "a/json"})
+    broken = httpx.post(
+        f"{pair.url}/v1/completions", content=b'{"prompt": "a', headers={"content-type": "a/json"}
+    )
     assert broken.status_code == 415 and broken.json()["error"]
     assert httpx.post(f"{pair.url}/v1/completions", content=b"x" * 2**21).status_code == 413
     assert httpx.get(f"{pair.url}/v1/nothing").status_code == 404
@@ -305,7 +323,11 @@ def test_a_prefill_server_that_hangs_costs_one_request_its_time_limit(
     pair: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "PROBE_SECONDS", 0.2)
-    with silent() as (url, heads), proxied([url], pair.decode, prefill_timeout=0.3) as proxy, proxy.client() as client:
+    with (
+        silent() as (url, heads),
+        proxied([url], pair.decode, prefill_timeout=0.3) as proxy,
+        proxy.client() as client,
+    ):
         for _ in range(3):
             assert client.completions.create(model="tiny", prompt=LONG, max_tokens=4).choices[0].text
         assert heads == [b"POST /v1/completions"]
@@ -316,7 +338,9 @@ def test_a_prefill_server_that_hangs_costs_one_request_its_time_limit(
         assert proxy.ways()["prefill_failed"] == 5
 
 
-def test_a_prefill_server_that_works_again_gets_requests_again(servers: Callable[[int], list[ServedCore]]) -> None:
+def test_a_prefill_server_that_works_again_gets_requests_again(
+    servers: Callable[[int], list[ServedCore]],
+) -> None:
     """Its HTTP server answers all the time, its engine hangs for a while."""
     prefill, decode = servers(2)
     with proxied([prefill], [decode], prefill_timeout=0.5) as proxy, proxy.client() as client:
@@ -331,7 +355,9 @@ def test_a_prefill_server_that_works_again_gets_requests_again(servers: Callable
             assert proxy.ways()["prefill"] == number
 
 
-def test_one_request_at_a_time_tries_a_server_that_has_failed(servers: Callable[[int], list[ServedCore]]) -> None:
+def test_one_request_at_a_time_tries_a_server_that_has_failed(
+    servers: Callable[[int], list[ServedCore]],
+) -> None:
     prefill, decode = servers(2)
     with proxied([prefill], [decode], prefill_timeout=20) as proxy:
         prefill.core.held = True
@@ -339,7 +365,9 @@ def test_one_request_at_a_time_tries_a_server_that_has_failed(servers: Callable[
         backend.has_failed = True
         bodies = [{"model": "tiny", "prompt": f"{number} {LONG}", "max_tokens": 2} for number in range(5)]
         with ThreadPoolExecutor(5) as threads:
-            answers = [threads.submit(httpx.post, f"{proxy.url}/v1/completions", json=body) for body in bodies]
+            answers = [
+                threads.submit(httpx.post, f"{proxy.url}/v1/completions", json=body) for body in bodies
+            ]
             prefill.wait_until(lambda: sum(one.done() for one in answers) == 4)
             assert len(asked(prefill)) == 1
             prefill.core.held = False
@@ -405,7 +433,10 @@ PIECE = b'data: {"choices": []}\n\n'
 
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_a_stream_that_breaks_off_ends_with_an_error(pair: RunningProxy, path: str) -> None:
-    with stand_in(STREAM + b"%x\r\n%s\r\n" % (len(PIECE), PIECE)) as url, proxied(pair.prefill, [url]) as proxy:
+    with (
+        stand_in(STREAM + b"%x\r\n%s\r\n" % (len(PIECE), PIECE)) as url,
+        proxied(pair.prefill, [url]) as proxy,
+    ):
         body = {"model": "tiny", "input" if path == "responses" else "prompt": "a", "stream": True}
         text = httpx.post(f"{proxy.url}/v1/{path}", json=body).text
         assert text.startswith(PIECE.decode()) and "decode_server_lost" in text
@@ -414,13 +445,17 @@ def test_a_stream_that_breaks_off_ends_with_an_error(pair: RunningProxy, path: s
 
 def test_an_answer_that_breaks_off_before_the_client_has_any_is_asked_for_again(pair: RunningProxy) -> None:
     whole = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"
-    busy = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+    busy = (
+        b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\ncontent-length: 2\r\nconnection: "
+        b"close\r\n\r\n{}"
+    )
     for answer in (whole, STREAM, STREAM + b"0\r\n\r\n", busy):
         with stand_in(answer) as url, proxied(pair.prefill, [url, *pair.decode]) as proxy:
             for number in range(3):
                 body = {"model": "tiny", "prompt": f"{number} say:one", "max_tokens": 3}
                 assert (
-                    httpx.post(f"{proxy.url}/v1/completions", json=body).json()["choices"][0]["text"].strip() == "one"
+                    httpx.post(f"{proxy.url}/v1/completions", json=body).json()["choices"][0]["text"].strip()
+                    == "one"
                 )
     with stand_in(busy) as url, proxied(pair.prefill, [url]) as proxy:
         assert httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"}).status_code == 503
@@ -494,7 +529,9 @@ def test_only_the_listed_paths_are_forwarded_and_as_they_were_meant(pair: Runnin
 
 def test_headers_that_are_no_ascii_do_not_stop_a_request(pair: RunningProxy) -> None:
     body = b'{"prompt": "say:one"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: \xe9"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: \xe9"
+    )
     head += b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     assert ask_raw(pair, head)[9:12] == b"200"
 
@@ -551,7 +588,8 @@ def test_few_connections_are_made_at_a_time(pair: RunningProxy, monkeypatch: pyt
 
 
 def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[ServedCore]]) -> None:
-    """500 clients at once, each with a connection of its own to the proxy, which opens as many to its servers."""
+    """500 clients at once, each with a connection of its own to the proxy,
+    which opens as many to its servers."""
     prefill, decode = servers(2)
     for one in (prefill, decode):
         one.run.service.admission.capacity = 1000
@@ -577,7 +615,12 @@ def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
     with ExitStack() as stack:
         servers = [
             stack.enter_context(
-                served(ScriptedCore(scripts), scripts.tokenizer, served_model_names=("tiny",), api_keys=("secret",))
+                served(
+                    ScriptedCore(scripts),
+                    scripts.tokenizer,
+                    served_model_names=("tiny",),
+                    api_keys=("secret",),
+                )
             )
             for _ in range(2)
         ]
@@ -640,7 +683,11 @@ def test_prompts_that_begin_alike_go_to_one_server_unless_it_is_busier() -> None
         ("/v1/completions", b'{"prompt": [[1, 2, 3], [4]]}', 3),
         ("/v1/completions", b'{"prompt": ["%s", "%s"]}' % (b"x" * 40, b"y" * 80), 20),
         ("/v1/completions", b'{"prompt": []}', 0),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"text": "%s"}]}]}' % (b"x" * 400), 101),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"text": "%s"}]}]}' % (b"x" * 400),
+            101,
+        ),
         ("/v1/responses", b'{"input": "%s", "instructions": "%s"}' % (b"x" * 40, b"y" * 40), 20),
         ("/v1/responses", b"no json", 0),
     ],

@@ -40,7 +40,10 @@ def test_the_events_of_a_stream_tell_the_same_response(client: openai.OpenAI) ->
         "response.completed",
     ]
     assert set(kinds[4:-4]) == {"response.output_text.delta"} and len(kinds) > 10
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "one two three"
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == "one two three"
+    )
     last = events[-1]
     assert last.type == "response.completed"
     assert last.response.output_text == "one two three"
@@ -118,7 +121,11 @@ def test_tools_that_the_server_cannot_run_are_left_out(client: openai.OpenAI, se
     kinds = ("web_search", "local_shell", "image_generation")
     tools: Any = [{"type": kind, "external_web_access": False} for kind in kinds]
     response = client.responses.create(
-        model="scripted", input="say:fine", tools=tools, tool_choice="auto", extra_body={"client_metadata": {"a": "b"}}
+        model="scripted",
+        input="say:fine",
+        tools=tools,
+        tool_choice="auto",
+        extra_body={"client_metadata": {"a": "b"}},
     )
     assert response.output_text == "fine"
     assert [tool.type for tool in response.tools] == list(kinds)
@@ -130,17 +137,28 @@ def test_items_of_other_servers_answers_can_be_sent_back(client: openai.OpenAI) 
     items: Any = [
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
         {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "abc"},
-        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {
+            "type": "web_search_call",
+            "id": "ws_1",
+            "status": "completed",
+            "action": {"type": "search", "query": "q"},
+        },
         *QUESTION,
     ]
     assert client.responses.create(model="scripted", input=items).output_text == "well"
 
 
-def test_a_conversation_that_is_too_long_can_lose_its_oldest_turns(client: openai.OpenAI, server: ServedCore) -> None:
+def test_a_conversation_that_is_too_long_can_lose_its_oldest_turns(
+    client: openai.OpenAI, server: ServedCore
+) -> None:
     """The instructions stay, and no result of a call stays without the call."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "r" * 1500}
-    old = [{"role": role, "content": f"turn {turn} " * 80} for turn in range(30) for role in ("user", "assistant")]
+    old = [
+        {"role": role, "content": f"turn {turn} " * 80}
+        for turn in range(30)
+        for role in ("user", "assistant")
+    ]
     items: Any = [*old, {"role": "user", "content": "call it"}, call, result, *QUESTION]
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="scripted", input=items, instructions="Be brief.")

@@ -1,7 +1,9 @@
-"""schemathesis reads the server's own OpenAPI schema and tries everything on it: no 5xx, no hang, no other form.
+"""schemathesis reads the server's own OpenAPI schema and tries everything on it:
+no 5xx, no hang, no other form.
 
-The judge is schemathesis with all its checks; expected is what the schema says. One is told what to accept: bodies that
-follow the schema may still be refused, because whether a prompt fits depends on the model, and large ones with 413.
+The judge is schemathesis with all its checks; expected is what the schema says. One is told what to accept:
+bodies that follow the schema may still be refused, because whether a prompt fits depends on the model, and
+large ones with 413.
 """
 
 from __future__ import annotations
@@ -42,7 +44,15 @@ def run_schemathesis(server: ServedCore, directory: Path, *flags: str) -> tuple[
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
             *("--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--seed", "1"),
-            *("--request-timeout", "20", "--report", "ndjson", "--report-ndjson-path", str(report), "--no-color"),
+            *(
+                "--request-timeout",
+                "20",
+                "--report",
+                "ndjson",
+                "--report-ndjson-path",
+                str(report),
+                "--no-color",
+            ),
             *flags,
         ],
         cwd=directory,
@@ -57,7 +67,9 @@ def run_schemathesis(server: ServedCore, directory: Path, *flags: str) -> tuple[
         event = json.loads(line).get("ScenarioFinished")
         if event is not None:
             num_cases += len(event["recorder"].get("cases", ()))  # an operation without examples has none
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=GOOD, headers={"authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json=GOOD, headers={"authorization": f"Bearer {KEY}"}
+    )
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
     assert not server.core.running
     return num_cases, result.stdout

@@ -1,4 +1,5 @@
-"""Hundreds of requests over 32 streams against a real engine process: right texts, and nothing left behind."""
+"""Hundreds of requests over 32 streams against a real engine process:
+right texts, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams byte by byte on a raw socket; clients that leave, deadlines, engines that die, servers that stop."""
+"""Streams byte by byte on a raw socket;
+clients that leave, deadlines, engines that die, servers that stop."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def test_a_client_that_leaves_is_aborted_in_the_engine(slow: ServedCore, stream:
     slow.wait_until(lambda: not slow.core.running)
     assert len(slow.core.aborted) == 1
     slow.wait_until(lambda: not slow.run.service.admission.tickets)
-    assert slow.run.service.admission.num_completions == slow.run.service.admission.num_queued_prompt_tokens == 0
+    assert (
+        slow.run.service.admission.num_completions == slow.run.service.admission.num_queued_prompt_tokens == 0
+    )
 
 
 def ended(server: ServedCore) -> dict[str, int]:
@@ -119,7 +122,11 @@ def test_every_end_of_a_request_is_in_the_counts(slow: ServedCore) -> None:
             connection.close()
             ends_as("abort", 2)
     slow.core.held = False
-    for wish, reason, fields in (("a", "stop", {}), ("a b c", "length", {"max_tokens": 1}), ("REFUSE", "error", {})):
+    for wish, reason, fields in (
+        ("a", "stop", {}),
+        ("a b c", "length", {"max_tokens": 1}),
+        ("REFUSE", "error", {}),
+    ):
         with post(slow, "/v1/completions", {"prompt": f"say:{wish}", **fields}) as connection:
             assert connection.recv(65536)
         ends_as(reason)
@@ -134,7 +141,8 @@ def test_a_client_that_leaves_takes_all_its_completions_along(slow: ServedCore) 
 
 
 def test_a_reader_that_stalls_holds_a_bounded_buffer_and_then_gets_everything(slow: ServedCore) -> None:
-    """While the client does not read, deltas merge: far fewer frames than tokens are made, and no text is lost."""
+    """While the client does not read, deltas merge:
+    far fewer frames than tokens are made, and no text is lost."""
     slow.core.step_seconds = 0.0
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -150,7 +158,9 @@ def test_a_reader_that_stalls_holds_a_bounded_buffer_and_then_gets_everything(sl
     _, stream = read_stream(connection)
     chunks = [json.loads(frame[6:]) for frame in stream.split(b"\n\n") if frame.startswith(b"data: {")]
     connection.close()
-    tokens = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
+    tokens = [
+        token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]
+    ]
     assert len(tokens) == 3800
     assert len(chunks) < 3800
 
@@ -160,7 +170,9 @@ def test_a_deadline_ends_a_request_that_is_stuck_in_the_queue(scripts: Scripts) 
     core.held = True
     with served(core, scripts.tokenizer, request_timeout=0.2) as server:
         for stream in (False, True):
-            response = httpx.post(f"{server.url}/v1/chat/completions", json=chat("x", stream=stream), timeout=30)
+            response = httpx.post(
+                f"{server.url}/v1/chat/completions", json=chat("x", stream=stream), timeout=30
+            )
             assert response.status_code == 504
             assert response.json()["error"]["code"] == "timeout"
             assert response.headers["x-should-retry"] == "false"
@@ -180,7 +192,9 @@ def test_a_deadline_in_the_middle_of_a_stream_is_an_error_frame(scripts: Scripts
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
             pytest.raises(openai.APIError, match=r"not done within 0.3 seconds"),
         ):
-            list(client.completions.create(model="scripted", prompt=f"say:{LONG}", stream=True, max_tokens=500))
+            list(
+                client.completions.create(model="scripted", prompt=f"say:{LONG}", stream=True, max_tokens=500)
+            )
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
             pytest.raises(openai.APIError, match=r"not done within 0.3 seconds"),

@@ -1,4 +1,5 @@
-"""Tool calls, reasoning and structured answers through the official client, with a template that knows tools."""
+"""Tool calls, reasoning and structured answers through the official client,
+with a template that knows tools."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_a_tool_loop_goes_round(client: openai.OpenAI, server: ServedCore) -> No
     assert answer.choices[0].message.content == "It is sunny."
     assert answer.choices[0].finish_reason == "stop"
     prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
-    assert "The weather in a city." in prompt and "<tool_call>Paris</tool_call>" in prompt and "sunny" in prompt
+    assert (
+        "The weather in a city." in prompt and "<tool_call>Paris</tool_call>" in prompt and "sunny" in prompt
+    )
 
 
 def test_streamed_calls_add_up_to_the_same(client: openai.OpenAI) -> None:
@@ -98,7 +101,9 @@ def test_one_call_at_a_time_ends_the_answer_with_the_first(client: openai.OpenAI
             assert {delta.index for delta in deltas} == {0}
             server.wait_until(lambda: not server.core.running)
             registry = server.run.service.metrics.registry
-            assert not registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "abort"})
+            assert not registry.get_sample_value(
+                "minivllm_request_success_total", {"finished_reason": "abort"}
+            )
         else:
             assert len(answer.choices[0].message.tool_calls) == 1
 
@@ -138,7 +143,9 @@ def test_responses_tell_calls_as_items(client: openai.OpenAI) -> None:
 
 def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: ServedCore) -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    [call] = ask(client, '{"city": "Rome"}', tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
+    [call] = (
+        ask(client, '{"city": "Rome"}', tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
+    )
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
     structured = server.core.admitted[-1].sampling_params.structured_outputs
     assert structured is not None and json.loads(structured.json) == WEATHER["function"]["parameters"]
@@ -148,7 +155,9 @@ def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: Served
         ask(client, "x", tool_choice="required")
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_a_call_inside_of_which_the_answer_stops_is_no_call(client: openai.OpenAI, choice: Any) -> None:
     """Neither a stop string nor an early end of the sequence makes broken arguments a client would run."""
     written = '{"city": "Paris END"}' if isinstance(choice, dict) else CALL.replace("Paris", "Paris END")
@@ -156,9 +165,9 @@ def test_a_call_inside_of_which_the_answer_stops_is_no_call(client: openai.OpenA
     for text, stop in ((written, ["END"]), (written.partition("END")[0], None)):
         answer = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop).choices[0]
         assert answer.finish_reason == "stop"
-        assert [call.function.arguments for call in answer.message.tool_calls or ()] == ['{"city": "Paris"}'] * bool(
-            whole
-        )
+        assert [call.function.arguments for call in answer.message.tool_calls or ()] == [
+            '{"city": "Paris"}'
+        ] * bool(whole)
         assert answer.message.content == text.partition("END")[0]
         streamed = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop, stream=True)
         assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "stop"
@@ -178,7 +187,9 @@ def test_a_call_that_the_client_named_ends_with_stop(client: openai.OpenAI) -> N
         assert (choice.finish_reason, len(choice.message.tool_calls)) == ("stop", 1)
 
 
-def test_required_tools_force_calls_as_the_model_writes_them(client: openai.OpenAI, server: ServedCore) -> None:
+def test_required_tools_force_calls_as_the_model_writes_them(
+    client: openai.OpenAI, server: ServedCore
+) -> None:
     """The judge is jsonschema, on the arguments behind the references that moved."""
     import jsonschema
 
@@ -198,7 +209,9 @@ def test_required_tools_force_calls_as_the_model_writes_them(client: openai.Open
             deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
             assert "".join(delta.function.arguments for delta in deltas) == '{"city": "Rome"}{"at": {"x": 1}}'
     structured = server.core.admitted[-1].sampling_params.structured_outputs
-    assert structured is not None and structured.tool_calls is not None and structured.tool_calls.answer is None
+    assert (
+        structured is not None and structured.tool_calls is not None and structured.tool_calls.answer is None
+    )
     [_, (_, schema, _)] = structured.tool_calls.calls
     jsonschema.validate({"name": "nested", "arguments": {"at": {"x": 1}}}, json.loads(schema))
     for wrong in ({}, {"name": "x", "arguments": {}}, {"name": "nested", "arguments": {"at": {"x": "1"}}}):
@@ -220,7 +233,9 @@ def test_a_custom_tool_gets_its_text(client: openai.OpenAI, server: ServedCore) 
         assert (answer.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "apply_patch")
         assert call.custom.input == PATCH_INPUT
     named = {"type": "custom", "custom": {"name": "apply_patch"}}
-    [call] = ask(client, json.dumps({"input": "x"}), tools=tools, tool_choice=named).choices[0].message.tool_calls
+    [call] = (
+        ask(client, json.dumps({"input": "x"}), tools=tools, tool_choice=named).choices[0].message.tool_calls
+    )
     assert call.custom.input == "x"
     deltas = [
         delta.model_dump(exclude_none=True)
@@ -278,7 +293,11 @@ def test_only_allowed_tools_are_offered(client: openai.OpenAI, server: ServedCor
     structured = server.core.admitted[-1].sampling_params.structured_outputs
     assert structured is not None and len(structured.tool_calls.calls) == 1
     tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, other)]
-    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
+    allowed: Any = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "other"}],
+    }
     client.responses.create(model="scripted", input=f"say:{CALL}", tools=tools, tool_choice=allowed)
     structured = server.core.admitted[-1].sampling_params.structured_outputs
     assert structured is not None and "other" in structured.tool_calls.calls[0][1]
@@ -287,7 +306,9 @@ def test_only_allowed_tools_are_offered(client: openai.OpenAI, server: ServedCor
 
 
 @pytest.mark.parametrize("max_tokens", range(14, 40, 5))
-def test_a_call_that_was_cut_can_be_sent_back(client: openai.OpenAI, server: ServedCore, max_tokens: int) -> None:
+def test_a_call_that_was_cut_can_be_sent_back(
+    client: openai.OpenAI, server: ServedCore, max_tokens: int
+) -> None:
     """With what the tool said to it; the model sees as much of the arguments as there is."""
     tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
     long = CALL.replace("Paris", "Paris by the Seine in France, which is in Europe")
@@ -345,11 +366,15 @@ def test_a_real_engine_writes_what_the_clients_parse_helper_reads(
     from minivllm.frontend.async_llm import AsyncLLM
     from tests.server.serving import serve_in_thread
 
-    args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=40)
+    args = EngineArgs(
+        model=str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=40
+    )
     with serve_in_thread(lambda: AsyncLLM.from_args(args)) as running:
 
         async def main() -> list[Verdict | None]:
-            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as client:
+            async with openai.AsyncOpenAI(
+                base_url=f"{running.url}/v1", api_key="unused", max_retries=0
+            ) as client:
 
                 async def one(seed: int) -> Verdict | None:
                     answer = await client.chat.completions.parse(

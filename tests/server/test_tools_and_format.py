@@ -42,7 +42,12 @@ LOOK: Any = {
     },
 }
 WAIT: Any = {"type": "function", "function": {"name": "wait", "strict": True}}
-WAIT["function"]["parameters"] = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+WAIT["function"]["parameters"] = {
+    "type": "object",
+    "properties": {},
+    "required": [],
+    "additionalProperties": False,
+}
 CALLS = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"side": "left"}}\n</tool_call>',
     "llama": '{"name": "look", "parameters": {"side": "left"}}',
@@ -77,7 +82,13 @@ def say(text: str) -> list[Any]:
 
 
 def parse(client: openai.OpenAI, stream: bool, text: str, **others: Any) -> Any:
-    options = {"model": "scripted", "messages": say(text), "response_format": Report, "tools": [LOOK, WAIT], **others}
+    options = {
+        "model": "scripted",
+        "messages": say(text),
+        "response_format": Report,
+        "tools": [LOOK, WAIT],
+        **others,
+    }
     if not stream:
         return client.chat.completions.parse(**options).choices[0]
     with client.chat.completions.stream(**options) as events:
@@ -85,7 +96,9 @@ def parse(client: openai.OpenAI, stream: bool, text: str, **others: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_may_call_a_tool_or_answer_in_the_format(client: openai.OpenAI, call: str, stream: bool) -> None:
+def test_the_model_may_call_a_tool_or_answer_in_the_format(
+    client: openai.OpenAI, call: str, stream: bool
+) -> None:
     choice = parse(client, stream, call)
     assert choice.finish_reason == "tool_calls" and choice.message.parsed is None
     [made] = choice.message.tool_calls
@@ -105,7 +118,9 @@ def test_an_answer_streams_as_it_is_written(client: openai.OpenAI) -> None:
 
 def test_responses_parse_both_as_well(client: openai.OpenAI, call: str) -> None:
     tools: Any = [{"type": "function", **LOOK["function"]}]
-    response = client.responses.parse(model="scripted", input=f"say:{REPORT}", text_format=Report, tools=tools)
+    response = client.responses.parse(
+        model="scripted", input=f"say:{REPORT}", text_format=Report, tools=tools
+    )
     assert response.output_parsed == Report(name="there <tool_call>", seen=True)
     response = client.responses.parse(model="scripted", input=f"say:{call}", text_format=Report, tools=tools)
     [item] = response.output
@@ -137,7 +152,10 @@ def test_an_answer_that_could_be_a_call_is_refused(client: openai.OpenAI, server
     formats.append({"type": "json_schema", "json_schema": {"name": "a", "schema": circle}})
     for wanted in formats:
         if server.run.service.settings.tool_call_parser == "hermes":
-            assert client.chat.completions.create(**options, response_format=wanted).choices[0].message.content == "{}"
+            assert (
+                client.chat.completions.create(**options, response_format=wanted).choices[0].message.content
+                == "{}"
+            )
         else:
             with pytest.raises(openai.BadRequestError, match="additionalProperties to false"):
                 client.chat.completions.create(**options, response_format=wanted)
@@ -196,7 +214,9 @@ def test_calls_are_told_from_answers_however_they_are_cut_and_spaced(
     def events(text: str) -> list[Any]:
         parser = PARSERS[form]()
         edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-        return [one for start, end in pairwise(edges) for one in parser.feed(text[start:end])] + parser.finish()
+        return [
+            one for start, end in pairwise(edges) for one in parser.feed(text[start:end])
+        ] + parser.finish()
 
     spaced = json.dumps(json.loads(CALLS["llama"]), indent=indent).replace("parameters", PARSER_KEYS[form])
     call = f"<tool_call>\n{spaced}\n</tool_call>" if form == "hermes" else spaced

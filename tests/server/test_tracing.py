@@ -65,7 +65,10 @@ def test_a_request_is_a_span_with_its_phases_and_counts(traced: Traced, stream: 
     num_prompt, num_output = (len(traced.server.core.admitted[-1].prompt_token_ids), 5)
     assert span.attributes["gen_ai.usage.input_tokens"] == num_prompt
     assert 0 < span.attributes["gen_ai.usage.output_tokens"] <= num_output
-    assert span.attributes["gen_ai.request.max_tokens"] == 5 and span.attributes["gen_ai.request.temperature"] == 0.5
+    assert (
+        span.attributes["gen_ai.request.max_tokens"] == 5
+        and span.attributes["gen_ai.request.temperature"] == 0.5
+    )
     assert span.attributes["gen_ai.request.model"] == "scripted"
     assert span.attributes["gen_ai.response.finish_reasons"] in (("stop",), ("length",))
     assert span.status.is_ok or span.status.status_code.name == "UNSET"
@@ -76,7 +79,9 @@ def test_a_request_is_a_span_with_its_phases_and_counts(traced: Traced, stream: 
     assert prefill.start_time == pytest.approx(queue.end_time, abs=slack)
     assert decode.start_time == pytest.approx(prefill.end_time, abs=slack)
     assert span.start_time <= decode.end_time <= span.end_time + slack
-    total = traced.server.run.service.metrics.registry.get_sample_value("minivllm_time_to_first_token_seconds_sum")
+    total = traced.server.run.service.metrics.registry.get_sample_value(
+        "minivllm_time_to_first_token_seconds_sum"
+    )
     assert span.attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(total)
 
 
@@ -125,7 +130,9 @@ def test_the_standard_variables_or_the_setting_choose_the_collector() -> None:
         ServerSettings(otlp_endpoint="a:4318")
 
 
-def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_package_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tracing, "PACKAGES", ("opentelemetry.no_such_package", "no_such_package.at_all"))
     with pytest.raises(ConfigError, match=r"pip install 'minivllm\[otel\]'"):
         make_tracing("http://127.0.0.1:9", {})
@@ -136,7 +143,9 @@ def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog
 def test_nothing_of_it_is_imported_unless_it_is_wanted() -> None:
     # The API alone, which does nothing by itself, may be there for the sake of the web framework.
     program = (
-        "import sys, minivllm.server.app, minivllm.metrics.tracing as tracing; tracing.make_tracing(None, {}); "
-        "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules))"
+        "import sys, minivllm.server.app, minivllm.metrics.tracing as tracing; tracing.make_tracing(None, "
+        "{}); "
+        "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in "
+        "sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

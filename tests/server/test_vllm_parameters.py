@@ -1,4 +1,5 @@
-"""vLLM's parameters beyond OpenAI's, sent by its users: what each does to the prompt, the answer or the stream."""
+"""vLLM's parameters beyond OpenAI's, sent by its users:
+what each does to the prompt, the answer or the stream."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_the_last_message_is_gone_on_with(server: ServedCore, content: str) -> N
             messages, continue_final_message=True, tokenize=False
         )
         assert prompt_of(server) == theirs
-    error = chat(server, 400, messages=messages, continue_final_message=True, add_generation_prompt=True)["error"]
+    error = chat(server, 400, messages=messages, continue_final_message=True, add_generation_prompt=True)[
+        "error"
+    ]
     assert error["param"] == "continue_final_message"
 
 
@@ -75,7 +78,9 @@ def test_echo_begins_the_answer_with_the_last_message(server: ServedCore) -> Non
     assert chat(server, echo=True)["choices"][0]["message"]["content"] == "fine"
 
 
-def test_templates_documents_and_switches_of_thinking_reach_the_prompt(server: ServedCore, scripts: Scripts) -> None:
+def test_templates_documents_and_switches_of_thinking_reach_the_prompt(
+    server: ServedCore, scripts: Scripts
+) -> None:
     chat(server, documents=[{"text": "one"}, {"text": "two"}])
     assert prompt_of(server).startswith("[one][two]<|im_start|>")
     for switch in ({"enable_thinking": False}, {"think": False}, {"reasoning_effort": "none"}):
@@ -85,7 +90,9 @@ def test_templates_documents_and_switches_of_thinking_reach_the_prompt(server: S
     assert not prompt_of(server).startswith("quiet ")
     chat(server, chat_template="<|im_start|>mine {{ messages[0].content }}<|im_end|>")
     assert prompt_of(server) == "<|im_start|>mine say:fine<|im_end|>"
-    assert server.core.admitted[-1].prompt_token_ids[0] == scripts.tokenizer.backend.token_to_id("<|im_start|>")
+    assert server.core.admitted[-1].prompt_token_ids[0] == scripts.tokenizer.backend.token_to_id(
+        "<|im_start|>"
+    )
 
 
 def test_a_request_brings_a_template_only_where_the_operator_allows_it(scripts: Scripts) -> None:
@@ -122,7 +129,9 @@ def test_token_ids_of_prompt_and_answer_are_told(server: ServedCore, scripts: Sc
     assert [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", ())] == expected
     text = {"prompt": "say:fine", "return_token_ids": True}
     choice = post(server, "/v1/completions", text)["choices"][0]
-    assert choice["prompt_token_ids"] == scripts.tokenizer.encode("say:fine") and choice["token_ids"] == expected
+    assert (
+        choice["prompt_token_ids"] == scripts.tokenizer.encode("say:fine") and choice["token_ids"] == expected
+    )
     chunks = stream(server, "/v1/completions", text)
     assert [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", ())] == expected
 
@@ -159,7 +168,10 @@ def test_a_prompt_can_be_cut_to_its_last_tokens(server: ServedCore, scripts: Scr
 
 
 def test_reasoning_can_be_left_out(server: ServedCore) -> None:
-    body = {"messages": [{"role": "user", "content": "say:<think>Hm.</think>Yes."}], "include_reasoning": False}
+    body = {
+        "messages": [{"role": "user", "content": "say:<think>Hm.</think>Yes."}],
+        "include_reasoning": False,
+    }
     server.run.service.answer_format = type(server.run.service.answer_format)(None, True)
     message = chat(server, **body)["choices"][0]["message"]
     assert message["content"] == "Yes." and "reasoning" not in message and "reasoning_content" not in message
@@ -206,13 +218,22 @@ def test_documents_are_ranked_by_their_likeness_to_a_query(real_server: RealServ
     documents = ["one two", "three", "a query", "four five six"]
     scores = post(real_server, "/v1/score", {"text_1": "a query", "text_2": documents})["data"]
     wanted = sorted(((one["score"], one["index"]) for one in scores), reverse=True)
-    ranked = post(real_server, "/v1/rerank", {"query": "a query", "documents": documents, "top_n": 3})["results"]
+    ranked = post(real_server, "/v1/rerank", {"query": "a query", "documents": documents, "top_n": 3})[
+        "results"
+    ]
     assert [one["index"] for one in ranked] == [index for _, index in wanted][:3]
-    assert ranked[0]["document"] == {"text": "a query"} and ranked[0]["relevance_score"] == pytest.approx(1.0, abs=1e-4)
+    assert ranked[0]["document"] == {"text": "a query"} and ranked[0]["relevance_score"] == pytest.approx(
+        1.0, abs=1e-4
+    )
 
 
 def test_the_best_of_several_answers_of_a_chat(real_client: openai.OpenAI) -> None:
-    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "seed": 1}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+        "seed": 1,
+    }
 
     def ranked(answer: Any) -> list[float]:
         return [sum(one.logprob for one in choice.logprobs.content) for choice in answer.choices]
@@ -230,7 +251,13 @@ def test_beam_search_finds_what_the_engine_finds_for_itself(real_server: RealSer
     from minivllm import LLM, BeamSearchParams
 
     prompts = [[5, 6, 7], [9, 8]]
-    common = {"n": 3, "max_tokens": 5, "use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    common = {
+        "n": 3,
+        "max_tokens": 5,
+        "use_beam_search": True,
+        "length_penalty": 0.5,
+        "return_token_ids": True,
+    }
     common |= {"temperature": 0, "repetition_penalty": 1}
     if path == "completions":
         answer = post(real_server, f"/v1/{path}", {"prompt": prompts, **common})
@@ -238,7 +265,11 @@ def test_beam_search_finds_what_the_engine_finds_for_itself(real_server: RealSer
         answer = post(real_server, f"/v1/{path}", {"messages": [{"role": "user", "content": "a"}], **common})
         prompts = [answer["prompt_token_ids"]]
     with LLM(
-        model=str(real_server.model), dtype="float32", enforce_eager=True, max_model_len=64, num_gpu_blocks_override=40
+        model=str(real_server.model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        num_gpu_blocks_override=40,
     ) as llm:
         wanted = llm.beam_search(
             [{"prompt_token_ids": one} for one in prompts],
@@ -248,9 +279,13 @@ def test_beam_search_finds_what_the_engine_finds_for_itself(real_server: RealSer
         sequence.token_ids for one in wanted for sequence in one.sequences
     ]
     assert [choice["index"] for choice in answer["choices"]] == list(range(3 * len(prompts)))
-    for fields, param in (({"stream": True}, "stream"), ({"stop": "x"}, "stop"), ({"min_tokens": 2}, "min_tokens")):
+    for fields, param in (
+        ({"stream": True}, "stream"),
+        ({"stop": "x"}, "stop"),
+        ({"min_tokens": 2}, "min_tokens"),
+    ):
         body = {"prompt": [5], "use_beam_search": True, **fields}
         assert post(real_server, "/v1/completions", body, 400)["error"]["param"] == param
-    assert post(real_server, "/v1/completions", {"prompt": [5], "length_penalty": 1}, 400)["error"]["param"] == (
-        "length_penalty"
-    )
+    assert post(real_server, "/v1/completions", {"prompt": [5], "length_penalty": 1}, 400)["error"][
+        "param"
+    ] == ("length_penalty")

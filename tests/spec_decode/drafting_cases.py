@@ -1,4 +1,5 @@
-"""What models that guess ahead are tested with: prompts, ways to cut the work, and engines whose guesses are seen."""
+"""What models that guess ahead are tested with:
+prompts, ways to cut the work, and engines whose guesses are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""EAGLE heads in the published format: of random weights, and such that guess a model made for it without a mistake."""
+"""EAGLE heads in the published format:
+of random weights, and such that guess a model made for it without a mistake."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def random_weights(version: str, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(*shape, generator=generator)
 
     prefix = "layers.0." if version == "eagle" else "midlayer."
-    weights = {f"{prefix}{name}.weight": 1.2 * noise(*shape) / shape[1] ** 0.5 for name, shape in LAYER_SHAPES.items()}
+    weights = {
+        f"{prefix}{name}.weight": 1.2 * noise(*shape) / shape[1] ** 0.5
+        for name, shape in LAYER_SHAPES.items()
+    }
     norms = [f"{prefix}post_attention_layernorm"]
     if version == "eagle":
         weights |= {"fc.weight": noise(HIDDEN, 2 * HIDDEN) / 8, "fc.bias": 0.3 * noise(HIDDEN)}
@@ -82,7 +86,9 @@ def token_maps(tokens: Tensor) -> dict[str, Tensor]:
 def save_head(directory: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors"
+    )
     return directory
 
 
@@ -94,18 +100,23 @@ def random_head(directory: Path, version: str, seed: int = 0, **changes: Any) ->
 def crafted_model(directory: Path, mistral: Path, num_excluded: int = VOCAB - DRAFT_VOCAB) -> Path:
     """A model whose next token is a function of the last two tokens, nothing less and nothing more.
 
-    From a Mistral with a sliding window of 2. Embeddings e are ±1 in the first half of the hidden values and 0 in the
-    second. Layer 0 attends evenly to the last token and the one before, and adds M(e_before + e) to the second half,
-    with M so small that the length of the whole does not change. The other layers add nothing; the head looks at the
-    second half alone. Special tokens and the last ``num_excluded`` ones are never said.
+    From a Mistral with a sliding window of 2. Embeddings e are ±1 in the first half of the hidden values and
+    0 in the second. Layer 0 attends evenly to the last token and the one before, and adds M(e_before + e) to
+    the second half, with M so small that the length of the whole does not change. The other layers add
+    nothing; the head looks at the second half alone. Special tokens and the last ``num_excluded`` ones are
+    never said.
     """
     shutil.copytree(mistral, directory, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.zeros_like(tensor) for name, tensor in load_file(mistral / "model.safetensors").items()}
+    weights = {
+        name: torch.zeros_like(tensor) for name, tensor in load_file(mistral / "model.safetensors").items()
+    }
     for name in weights:
         if name.endswith("norm.weight"):
             weights[name].fill_(1.0)
-    weights["model.embed_tokens.weight"][:, :HALF] = torch.randint(0, 2, (VOCAB, HALF), generator=generator) * 2.0 - 1
+    weights["model.embed_tokens.weight"][:, :HALF] = (
+        torch.randint(0, 2, (VOCAB, HALF), generator=generator) * 2.0 - 1
+    )
     # Both KV heads of 16 carry values for two query heads each: the first of every pair is read.
     weights["model.layers.0.self_attn.v_proj.weight"][:, :HALF] = torch.eye(HALF)
     o = weights["model.layers.0.self_attn.o_proj.weight"]
@@ -131,8 +142,8 @@ def _mixing() -> Tensor:
 def knowing_head(directory: Path, version: str, model: Path) -> Path:
     """The head that guesses everything ``crafted_model`` says.
 
-    It needs the token before the last one, which it has from nothing but the feature, and the last one, which it has
-    from nothing but the embedding.
+    It needs the token before the last one, which it has from nothing but the feature, and the last one, which
+    it has from nothing but the embedding.
     """
     m, eye, zero = _mixing(), torch.eye(HALF), torch.zeros(HALF, HALF)
     weights = random_weights(version)
@@ -144,13 +155,16 @@ def knowing_head(directory: Path, version: str, model: Path) -> Path:
         # f = √2 [e_before; …] -> √2 [e; M(e_before + e)], which is a feature again; the layer adds nothing.
         from_embedding = torch.cat([torch.cat([eye, zero], 1), torch.cat([m, zero], 1)]) / half
         from_feature = torch.cat([torch.cat([zero, zero], 1), torch.cat([m, zero], 1)])
-        weights["fc.weight"], weights["fc.bias"] = torch.cat([from_embedding, from_feature], 1), torch.zeros(HIDDEN)
+        weights["fc.weight"], weights["fc.bias"] = (
+            torch.cat([from_embedding, from_feature], 1),
+            torch.zeros(HIDDEN),
+        )
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             weights[f"layers.0.{name}.weight"].zero_()
         del weights["embed_tokens.weight"]  # the model's
         return save_head(directory, weights, head_config(version))
-    # g = [e of the low layer; second half of the middle and the high one]. Attention sees the place itself alone, and
-    # takes away what was in g: [e_before; …] -> [e; M(e_before + e)].
+    # g = [e of the low layer; second half of the middle and the high one]. Attention sees the place itself
+    # alone, and takes away what was in g: [e_before; …] -> [e; M(e_before + e)].
     low, high = torch.zeros(HIDDEN, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
     low[:HALF, :HALF], high[HALF:, HALF:] = eye, eye / 2
     weights["fc.weight"] = torch.cat([low, high, high], 1)

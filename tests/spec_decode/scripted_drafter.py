@@ -16,7 +16,11 @@ class ScriptedDrafter:
     cost_per_token = 0.0
 
     def __init__(self, texts: Sequence[Sequence[int]], error_rate: float, vocab_size: int) -> None:
-        self._texts, self._error_rate, self._vocab_size = [list(text) for text in texts], error_rate, vocab_size
+        self._texts, self._error_rate, self._vocab_size = (
+            [list(text) for text in texts],
+            error_rate,
+            vocab_size,
+        )
         self._rng = random.Random(0)
         self.num_proposed = 0
 
@@ -27,7 +31,8 @@ class ScriptedDrafter:
             text = next((text for text in self._texts if text[: len(known)] == known), known)
             guess = text[len(known) : len(known) + task.max_tokens]
             proposals[task.request_id] = [
-                (token + 1) % self._vocab_size if self._rng.random() < self._error_rate else token for token in guess
+                (token + 1) % self._vocab_size if self._rng.random() < self._error_rate else token
+                for token in guess
             ]
             self.num_proposed += len(guess)
         return {request_id: guess for request_id, guess in proposals.items() if guess}

@@ -1,4 +1,5 @@
-"""A second model as a drafter: its cache follows the text through chunks, prefix hits, preemption and rejections."""
+"""A second model as a drafter: its cache follows the text through chunks, prefix hits,
+preemption and rejections."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def other_model(tiny_model: TinyModel) -> Path:
-    """Other weights, another attention, windows: a drafter that has little in common with the model but its tokens."""
+    """Other weights, another attention, windows:
+    a drafter that has little in common with the model but its tokens."""
     return tiny_model("qwen2-window", num_hidden_layers=2, hidden_size=32, num_key_value_heads=4)
 
 
@@ -60,7 +62,12 @@ def plain(model: Path) -> list[list[int]]:
 
 
 def drafting(draft: Path, **settings: Any) -> dict[str, Any]:
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    config = {
+        "method": "draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
     return {"speculative_config": {**config, **settings}}
 
 
@@ -111,7 +118,8 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(
 
 
 def test_the_drafter_computes_every_token_once(model: Path, plain: list[list[int]]) -> None:
-    """Shared blocks are shared for the drafter too: asked again, it computes what the model does, and no more."""
+    """Shared blocks are shared for the drafter too:
+    asked again, it computes what the model does, and no more."""
     with always_drafts(tiny_llm(model, **drafting(model))) as llm:
         drafter: Any = speculation_of(llm).drafter
         computed: list[int] = []
@@ -127,15 +135,18 @@ def test_the_drafter_computes_every_token_once(model: Path, plain: list[list[int
             computed.clear()
             assert tokens_of(run(llm, PROMPTS[:1], PARAMS[0])) == plain[:1]
             sums.append(sum(computed))
-        # 18 prompt tokens and 15 of the answer (the last one is never computed); then without the prompt's two blocks,
-        # and without those of the answer: its tokens are the same, but not its blocks, until it has said them.
+        # 18 prompt tokens and 15 of the answer (the last one is never computed); then without the prompt's
+        # two blocks, and without those of the answer: its tokens are the same, but not its blocks, until it
+        # has said them.
         assert sums[0] == 18 + 15 - 1
         assert sums[1] <= sums[0] - 16
 
 
 def test_both_caches_count(model: Path, other_model: Path) -> None:
     megabyte = 2**20
-    with tiny_llm(model, num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte, **drafting(other_model)) as llm:
+    with tiny_llm(
+        model, num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte, **drafting(other_model)
+    ) as llm:
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         page = sum(block_bytes(decoder, 8) for decoder in worker._decoders)
         assert len(worker._decoders) == 2 and runner_of(llm).limits.groups[0].num_blocks == megabyte // page
@@ -155,8 +166,12 @@ def test_it_sleeps_and_wakes_up_with_its_model(model: Path, plain: list[list[int
         assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
 
 
-def test_another_vocabulary_is_refused_with_a_sentence(model: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has a vocabulary of 200 tokens, but the model it guesses for has 416"):
+def test_another_vocabulary_is_refused_with_a_sentence(
+    model: Path, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match="has a vocabulary of 200 tokens, but the model it guesses for has 416"
+    ):
         tiny_llm(model, **drafting(tiny_model("llama", vocab_size=200)))
     other = shutil.copytree(model, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -200,7 +215,9 @@ def test_a_draft_model_must_be_named_and_long_enough(model: Path, tiny_model: Ti
 
 
 @pytest.mark.slow
-def test_a_compiled_draft_model_gives_the_same_tokens_and_compiles_nothing_after_warm_up(tiny_model: TinyModel) -> None:
+def test_a_compiled_draft_model_gives_the_same_tokens_and_compiles_nothing_after_warm_up(
+    tiny_model: TinyModel,
+) -> None:
     directory = tiny_model("qwen2-window")
     with tiny_llm(directory) as llm:
         expected = tokens_of(run(llm, PROMPTS, PARAMS))

@@ -1,4 +1,5 @@
-"""EAGLE heads: their logits are those of the papers' equations, and a head that can know everything is always right."""
+"""EAGLE heads: their logits are those of the papers' equations,
+and a head that can know everything is always right."""
 
 from __future__ import annotations
 
@@ -78,7 +79,12 @@ def knowing_heads(known_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def drafting(version: str, head: Path, count: int = 3) -> dict[str, Any]:
-    config = {"method": version, "model": str(head), "num_speculative_tokens": count, "verification_cost": 0.0}
+    config = {
+        "method": version,
+        "model": str(head),
+        "num_speculative_tokens": count,
+        "verification_cost": 0.0,
+    }
     return {"speculative_config": config}
 
 
@@ -88,7 +94,8 @@ def draft_of(llm: LLM) -> EagleDraft:
     return draft
 
 
-# -- the papers' equations, for a whole text at once, in float64 -------------------------------------------------------
+# -- the papers' equations, for a whole text at once, in float64
+# -------------------------------------------------------
 
 
 class ReferenceHead:
@@ -107,14 +114,17 @@ class ReferenceHead:
     def features(self, tokens: list[int]) -> Tensor:
         """What the target hands out for a text, [tokens, HIDDEN]."""
         with torch.inference_mode():
-            states = self.target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+            states = self.target.model(
+                torch.tensor([tokens]), output_hidden_states=True, use_cache=False
+            ).hidden_states
         if self.version == "eagle":
             return states[-1][0]
         layers = sorted((2, len(self.target.model.layers) // 2, len(self.target.model.layers) - 3))
         return torch.cat([states[layer][0] for layer in layers], -1) @ self.weights["fc.weight"].T
 
     def logits(self, tokens: list[int], num_known: int) -> Tensor:
-        """Logits [VOCAB] of what follows ``tokens``, of which the target has seen all but the last known one."""
+        """Logits [VOCAB] of what follows ``tokens``,
+        of which the target has seen all but the last known one."""
         features = self.features(tokens[: num_known - 1])
         while True:
             count = len(features)
@@ -150,7 +160,9 @@ class ReferenceHead:
             (x @ self.weights[f"self_attn.{name}_proj.weight"].T).view(length, -1, dim).transpose(0, 1)
             for name in ("q", "k", "v")
         )
-        angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = torch.arange(length)[:, None] * 10000.0 ** (
+            -torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        )
         cos, sin = (torch.cat([function(angles)] * 2, -1) for function in (torch.cos, torch.sin))
 
         def rotated(t: Tensor) -> Tensor:
@@ -197,7 +209,9 @@ def assert_reference_logits(recorded: list[tuple[list[int], int, Tensor]], refer
     for text, num_known, logits in recorded:
         expected = reference.logits(text, num_known)
         is_guessable = expected > -torch.inf
-        torch.testing.assert_close(logits.double()[is_guessable], expected[is_guessable], atol=3e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            logits.double()[is_guessable], expected[is_guessable], atol=3e-3, rtol=1e-3
+        )
         assert bool((logits[~is_guessable] == torch.finfo(torch.float32).min).all())
 
 
@@ -245,7 +259,8 @@ def test_random_tokens_are_those_without_a_head(model: Path, heads: dict[str, Pa
             assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
 
 
-# -- a head that knows -----------------------------------------------------------------------------------------------
+# -- a head that knows
+# -----------------------------------------------------------------------------------------------
 
 
 def acceptance(llm: LLM, model: Path) -> float:
@@ -254,7 +269,9 @@ def acceptance(llm: LLM, model: Path) -> float:
     for _ in range(2):
         tokens = tokens_of(run(llm, PROMPTS, GREEDY))
         assert tokens == reference_tokens(model, PROMPTS)
-        assert len({token for text in tokens for token in text}) > 30  # a text that stands still is guessed by anyone
+        assert (
+            len({token for text in tokens for token in text}) > 30
+        )  # a text that stands still is guessed by anyone
     after = llm.get_metrics()
     drafted = after.num_draft_tokens - before.num_draft_tokens
     assert drafted > 0
@@ -283,7 +300,9 @@ def test_it_is_wrong_if_tokens_or_features_are_shifted_by_one(
         for shift in (1, -1):
             draft.model.features = lambda *args, s=shift: features(*args).roll(s, 0)  # type: ignore[method-assign]
             assert llm.reset_prefix_cache()
-            assert acceptance(llm, known_model) < 0.5  # rows of a single token cannot be shifted within their step
+            assert (
+                acceptance(llm, known_model) < 0.5
+            )  # rows of a single token cannot be shifted within their step
         draft.model.features = features  # type: ignore[method-assign]
         assert llm.reset_prefix_cache()
         assert acceptance(llm, known_model) > 0.97
@@ -299,8 +318,11 @@ def test_right_guesses_save_their_share_of_steps(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: dict[str, Path], version: str) -> None:
-    """18 tokens of the prompt and 15 of the answer make 32 places, and each guess behind the first takes one more."""
+def test_the_head_computes_every_place_once(
+    known_model: Path, knowing_heads: dict[str, Path], version: str
+) -> None:
+    """18 tokens of the prompt and 15 of the answer make 32 places,
+    and each guess behind the first takes one more."""
     with always_drafts(tiny_llm(known_model, **drafting(version, knowing_heads[version]))) as llm:
         draft, computed = draft_of(llm), []
         original = draft._compute
@@ -335,13 +357,17 @@ def test_it_sleeps_and_wakes_up_with_its_model(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_graphs_hand_out_features_too(known_model: Path, knowing_heads: dict[str, Path], version: str) -> None:
+def test_graphs_hand_out_features_too(
+    known_model: Path, knowing_heads: dict[str, Path], version: str
+) -> None:
     with always_drafts(tiny_llm(known_model, **drafting(version, knowing_heads[version]))) as llm:
         runner = runner_of(llm)
         with torch.inference_mode():
             runner.capture_graphs("full_and_piecewise", RecordedGraphs())
         assert acceptance(llm, known_model) > 0.97
-        assert runner.graphs is not None and {choice.kind for choice in runner.graphs.num_replays} >= {"piecewise"}
+        assert runner.graphs is not None and {choice.kind for choice in runner.graphs.num_replays} >= {
+            "piecewise"
+        }
 
 
 def test_nothing_is_tapped_without_a_head(model: Path) -> None:
@@ -371,7 +397,8 @@ def test_an_embedding_that_is_the_models_own_is_kept_once(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "version", [pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("eagle", marks=pytest.mark.matrix)]
+    "version",
+    [pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("eagle", marks=pytest.mark.matrix)],
 )
 def test_a_compiled_head_is_right_too_and_nothing_is_compiled_after_warm_up(
     known_model: Path, knowing_heads: dict[str, Path], version: str
@@ -384,27 +411,56 @@ def test_a_compiled_head_is_right_too_and_nothing_is_compiled_after_warm_up(
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
-# -- what cannot work ------------------------------------------------------------------------------------------------
+# -- what cannot work
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("version", "changes", "sentence"),
     [
-        ("eagle", {"architectures": ["BertModel"]}, "names the architecture BertModel, but supported are: LlamaFor"),
+        (
+            "eagle",
+            {"architectures": ["BertModel"]},
+            "names the architecture BertModel, but supported are: LlamaFor",
+        ),
         ("eagle", {"vocab_size": 500}, "vocab_size is 500, but the model it guesses for has 416 tokens"),
         ("eagle", {"hidden_size": 128}, "reads hidden states of 128 values, but .* have 64: take the head"),
-        ("eagle3", {"target_hidden_size": 128}, "reads hidden states of 128 values, but .* have 64: take the head"),
+        (
+            "eagle3",
+            {"target_hidden_size": 128},
+            "reads hidden states of 128 values, but .* have 64: take the head",
+        ),
         ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2, but an eagle head has 1 layer"),
-        ("eagle", {"draft_vocab_size": 100}, "draft_vocab_size is what EAGLE-3 heads have: use method 'eagle3'"),
-        ("eagle3", {"draft_vocab_size": 500}, "draft_vocab_size is 500, but must be from 1 to vocab_size, 416"),
+        (
+            "eagle",
+            {"draft_vocab_size": 100},
+            "draft_vocab_size is what EAGLE-3 heads have: use method 'eagle3'",
+        ),
+        (
+            "eagle3",
+            {"draft_vocab_size": 500},
+            "draft_vocab_size is 500, but must be from 1 to vocab_size, 416",
+        ),
         ("eagle3", {"draft_vocab_size": "all"}, "draft_vocab_size is 'all', but must be a whole number"),
         ("eagle3", {"norm_before_residual": "no"}, "norm_before_residual is 'no', but must be true or false"),
-        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false, but EAGLE-3"),
+        (
+            "eagle3",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state is false, but EAGLE-3",
+        ),
         ("eagle3", {"eagle_config": []}, None),
         ("eagle3", {"eagle_config": 3}, "eagle_config is 3, but must be an object"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must list 3 different layers"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "the model the head guesses for has 3 layers"),
-        ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "the head is quantised, which is not supported"),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
+            "the model the head guesses for has 3 layers",
+        ),
+        (
+            "eagle3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "the head is quantised, which is not supported",
+        ),
     ],
 )
 def test_a_head_that_cannot_be_run_is_refused_with_a_sentence(
@@ -437,14 +493,34 @@ EAGLE, EAGLE3 = random_weights("eagle"), random_weights("eagle3")
     ("version", "weights", "sentence"),
     [
         ("eagle", _without(EAGLE, "fc.weight"), "lacks tensor 'fc.weight'; the checkpoint is incomplete"),
-        ("eagle", {**EAGLE, "fc.weight": torch.zeros(64, 64)}, r"'fc.weight' has shape \[64, 64\], but .* \[64, 128\]"),
-        ("eagle", {**EAGLE, "layers.0.input_layernorm.weight": torch.ones(64)}, "which the .* does not call for"),
-        ("eagle", {**EAGLE, "fc.bias": torch.zeros(64, dtype=torch.int8)}, "'fc.bias' is stored as I8, but must be"),
+        (
+            "eagle",
+            {**EAGLE, "fc.weight": torch.zeros(64, 64)},
+            r"'fc.weight' has shape \[64, 64\], but .* \[64, 128\]",
+        ),
+        (
+            "eagle",
+            {**EAGLE, "layers.0.input_layernorm.weight": torch.ones(64)},
+            "which the .* does not call for",
+        ),
+        (
+            "eagle",
+            {**EAGLE, "fc.bias": torch.zeros(64, dtype=torch.int8)},
+            "'fc.bias' is stored as I8, but must be",
+        ),
         ("eagle", EAGLE3, "holds the tensors of an EAGLE-3 head: use method 'eagle3'"),
         ("eagle3", EAGLE, "holds the tensors of no EAGLE-3 head: use method 'eagle'"),
         ("eagle3", _without(EAGLE3, "d2t"), "lacks tensor 'd2t'"),
-        ("eagle3", {**EAGLE3, "d2t": torch.zeros(400)}, "'d2t' is stored as F32, but must be one of I64, I32"),
-        ("eagle3", {**EAGLE3, "d2t": EAGLE3["d2t"] + 20}, "d2t must lead to 400 different tokens from 0 to 415"),
+        (
+            "eagle3",
+            {**EAGLE3, "d2t": torch.zeros(400)},
+            "'d2t' is stored as F32, but must be one of I64, I32",
+        ),
+        (
+            "eagle3",
+            {**EAGLE3, "d2t": EAGLE3["d2t"] + 20},
+            "d2t must lead to 400 different tokens from 0 to 415",
+        ),
         ("eagle3", {**EAGLE3, "t2d": ~EAGLE3["t2d"]}, "d2t and t2d contradict each other"),
     ],
 )
@@ -456,10 +532,14 @@ def test_tensors_that_do_not_fit_are_refused_with_a_sentence(
         tiny_llm(model, **drafting(version, head))
 
 
-def test_pickled_weights_and_other_directories_are_refused(model: Path, heads: dict[str, Path], tmp_path: Path) -> None:
+def test_pickled_weights_and_other_directories_are_refused(
+    model: Path, heads: dict[str, Path], tmp_path: Path
+) -> None:
     pickled = shutil.copytree(heads["eagle"], tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin, a pickle file .* convert the model to safetensors"):
+    with pytest.raises(
+        ModelError, match=r"pytorch_model.bin, a pickle file .* convert the model to safetensors"
+    ):
         tiny_llm(model, **drafting("eagle", pickled))
     (pickled / "pytorch_model.bin").unlink()
     with pytest.raises(ModelError, match="must be converted to safetensors first"):
@@ -471,7 +551,9 @@ def test_pickled_weights_and_other_directories_are_refused(model: Path, heads: d
 
 
 def test_two_files_must_not_hold_the_same_tensor(model: Path, tmp_path: Path) -> None:
-    head = save_head(tmp_path, {**EAGLE3, "layers.0.hidden_norm.weight": torch.ones(64)}, head_config("eagle3"))
+    head = save_head(
+        tmp_path, {**EAGLE3, "layers.0.hidden_norm.weight": torch.ones(64)}, head_config("eagle3")
+    )
     with pytest.raises(ModelError, match=r"hidden_norm.weight' is also in"):
         tiny_llm(model, **drafting("eagle3", head))
     save_file(EAGLE3, head / "model.safetensors")

@@ -28,7 +28,12 @@ from tests.spec_decode.drafting_cases import recorded_guesses
 TinyModel = Callable[..., Path]
 
 NUM_LAYERS = 2
-CONFIG = {"method": "early_exit", "num_layers": NUM_LAYERS, "num_speculative_tokens": 3, "verification_cost": 0.0}
+CONFIG = {
+    "method": "early_exit",
+    "num_layers": NUM_LAYERS,
+    "num_speculative_tokens": 3,
+    "verification_cost": 0.0,
+}
 PROMPTS = random_prompts((5, 17, 9, 20), seed=13)
 
 
@@ -104,7 +109,8 @@ def test_where_the_last_layer_does_nothing_every_guess_is_right_also_at_random(s
 
 @pytest.mark.parametrize("blocks", [8, 10])
 def test_places_for_guesses_never_cost_a_request_its_own(shallow_model: Path, blocks: int) -> None:
-    """A pool that just holds the longest request: room ahead is asked for, but never more than the request may need."""
+    """A pool that just holds the longest request:
+    room ahead is asked for, but never more than the request may need."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with tiny_llm(shallow_model) as llm:
         plain = tokens_of(run(llm, PROMPTS, params))
@@ -118,5 +124,7 @@ def test_places_for_guesses_never_cost_a_request_its_own(shallow_model: Path, bl
 
 
 def test_more_layers_than_the_model_has_are_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="first 3 layers as a drafter, but the model has 3: num_layers must be fewer"):
+    with pytest.raises(
+        ConfigError, match="first 3 layers as a drafter, but the model has 3: num_layers must be fewer"
+    ):
         tiny_llm(model, speculative_config={"method": "early_exit", "num_layers": 3})

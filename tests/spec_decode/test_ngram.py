@@ -21,7 +21,9 @@ def brute_force_match(tokens: list[int], min_length: int, max_length: int) -> in
 
 
 @given(TOKENS, st.integers(1, 4), st.integers(0, 4))
-def test_the_match_is_the_latest_of_the_longest_suffix(tokens: list[int], min_length: int, extra: int) -> None:
+def test_the_match_is_the_latest_of_the_longest_suffix(
+    tokens: list[int], min_length: int, extra: int
+) -> None:
     found = longest_suffix_match(np.array(tokens, dtype=np.int32), min_length, min_length + extra)
     assert found == brute_force_match(tokens, min_length, min_length + extra)
 

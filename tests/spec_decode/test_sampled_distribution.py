@@ -1,7 +1,7 @@
 """With any drafter, sampled tokens have the distribution of the model, over more than 50,000 tokens.
 
-Every token was drawn from a distribution that is known: transformers computes it from the text before. How often each
-token followed each other one is compared with what these distributions let expect.
+Every token was drawn from a distribution that is known: transformers computes it from the text before. How
+often each token followed each other one is compared with what these distributions let expect.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ TOKENS = [10, 57, 130, 211, 330]
 NUM_REQUESTS, LENGTH = 128, 400
 TEMPERATURE = 3.0
 NUM_DRAFTS = 2
-# 5 tokens before, 5 tokens each whose numbers add up: 20 degrees of freedom, and 52.4 is passed once in 10,000 times.
+# 5 tokens before, 5 tokens each whose numbers add up:
+# 20 degrees of freedom, and 52.4 is passed once in 10,000 times.
 DEGREES, LIMIT = len(TOKENS) * (len(TOKENS) - 1), 52.4
 
 
 class StubbornDrafter:
-    """Guesses the same wherever it is asked: the likeliest mistake to be made with guesses is to prefer them."""
+    """Guesses the same wherever it is asked:
+    the likeliest mistake to be made with guesses is to prefer them."""
 
     cost_per_token = 0.0
 
@@ -54,7 +56,9 @@ def models(tiny_model: TinyModel) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def drafters(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any] | None]:
+def drafters(
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any] | None]:
     heads = tmp_path_factory.mktemp("heads")
     return {
         "none": None,
@@ -73,7 +77,11 @@ def sampled(model: Path, name: str, config: dict[str, Any] | None) -> list[list[
     settings: dict[str, Any] = {"max_num_seqs": NUM_REQUESTS, "block_size": 64, "max_model_len": LENGTH + 8}
     settings |= {"num_gpu_blocks_override": 1 + 7 * NUM_REQUESTS}
     if config is not None:
-        settings["speculative_config"] = {**config, "num_speculative_tokens": NUM_DRAFTS, "verification_cost": 0.0}
+        settings["speculative_config"] = {
+            **config,
+            "num_speculative_tokens": NUM_DRAFTS,
+            "verification_cost": 0.0,
+        }
     prompt = random_prompts((1,), seed=3)[0]
     params = SamplingParams(
         n=NUM_REQUESTS,

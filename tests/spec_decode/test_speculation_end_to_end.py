@@ -1,4 +1,5 @@
-"""Outputs with speculation equal those without it, token by token, with any drafter and any quality of guesses."""
+"""Outputs with speculation equal those without it, token by token,
+with any drafter and any quality of guesses."""
 
 from __future__ import annotations
 
@@ -39,8 +40,12 @@ PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0] + _WORDS[2], _WOR
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=3, repetition_penalty=1.4),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=MAX_TOKENS, presence_penalty=0.6, frequency_penalty=0.3),
-    SamplingParams(temperature=1.0, seed=6, top_p=0.9, top_k=40, max_tokens=MAX_TOKENS, min_tokens=9, logprobs=0),
+    SamplingParams(
+        temperature=0.8, seed=5, max_tokens=MAX_TOKENS, presence_penalty=0.6, frequency_penalty=0.3
+    ),
+    SamplingParams(
+        temperature=1.0, seed=6, top_p=0.9, top_k=40, max_tokens=MAX_TOKENS, min_tokens=9, logprobs=0
+    ),
     SamplingParams(temperature=0.3, seed=7, max_tokens=MAX_TOKENS, prompt_logprobs=1, n=3, ignore_eos=True),
 )
 
@@ -48,16 +53,27 @@ PARAMS = (
 def key_of(output: RequestOutput) -> list[Any]:
     """Everything of an output that speculation must not change."""
     return [
-        (list(c.token_ids), c.text, c.finish_reason, c.stop_reason, _ids(c.logprobs), _ids(output.prompt_logprobs))
+        (
+            list(c.token_ids),
+            c.text,
+            c.finish_reason,
+            c.stop_reason,
+            _ids(c.logprobs),
+            _ids(output.prompt_logprobs),
+        )
         for c in output.outputs
     ]
 
 
 def _ids(logprobs: Any) -> Any:
-    """Token ids and ranks of reported log-probabilities; the values are compared elsewhere, within rounding."""
+    """Token ids and ranks of reported log-probabilities;
+    the values are compared elsewhere, within rounding."""
     if logprobs is None:
         return None
-    return [None if entry is None else [(token, value.rank) for token, value in entry.items()] for entry in logprobs]
+    return [
+        None if entry is None else [(token, value.rank) for token, value in entry.items()]
+        for entry in logprobs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +113,9 @@ def test_greedy_tokens_equal_transformers(model: Path, config: dict[str, Any]) -
             assert greedy(llm, PROMPTS) == reference_tokens(model, PROMPTS)
         metrics = llm.get_metrics()
         assert metrics.num_drafts > 0
-        assert metrics.num_accepted_tokens > 0 or config["method"] == "early_exit"  # random layers rarely agree
+        assert (
+            metrics.num_accepted_tokens > 0 or config["method"] == "early_exit"
+        )  # random layers rarely agree
         assert_pool_unused(llm)
 
 
@@ -139,7 +157,9 @@ def test_everything_is_equal_when_requests_are_preempted(
         assert_pool_unused(llm)
 
 
-def test_guesses_that_are_right_save_steps_and_are_counted_by_position(model: Path, plain: list[RequestOutput]) -> None:
+def test_guesses_that_are_right_save_steps_and_are_counted_by_position(
+    model: Path, plain: list[RequestOutput]
+) -> None:
     params = PARAMS[0]
     with tiny_llm(model) as llm:
         run(llm, PROMPTS[:1], params)
@@ -181,7 +201,8 @@ class WildDrafter(Drafter):
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         known = [len(task.token_ids) for task in tasks]
         return {
-            task.request_id: [*self._text[n : n + 2], self._wild, *self._text[:99]] for task, n in zip(tasks, known)
+            task.request_id: [*self._text[n : n + 2], self._wild, *self._text[:99]]
+            for task, n in zip(tasks, known)
         }
 
 
@@ -204,11 +225,15 @@ def test_guesses_outside_the_vocabulary_are_dropped_and_those_before_them_count(
 
 def test_requests_that_end_or_are_aborted_leave_nothing_behind(model: Path) -> None:
     with tiny_llm(model, speculative_config={"method": "suffix"}) as llm:
-        stopped = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, stop_token_ids=list(range(0, 416, 3)))
+        stopped = SamplingParams(
+            temperature=0.0, max_tokens=MAX_TOKENS, stop_token_ids=list(range(0, 416, 3))
+        )
         outputs = run(llm, PROMPTS, stopped)
         assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
         engine = llm.llm_engine
-        engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=50, ignore_eos=True))
+        engine.add_request(
+            "gone", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=50, ignore_eos=True)
+        )
         for _ in range(4):
             engine.step()
         engine.abort_request(["gone"])
@@ -237,7 +262,11 @@ def test_compiled_verification_gives_the_same_tokens_and_compiles_nothing_after_
 
 
 def test_the_cost_of_verification_is_measured_in_steps() -> None:
-    seconds = {0: 2.0, 1: 2.4, 7: 3.6}  # 0.1 steps for each of six more drafts, and as much again for drafting at all
+    seconds = {
+        0: 2.0,
+        1: 2.4,
+        7: 3.6,
+    }  # 0.1 steps for each of six more drafts, and as much again for drafting at all
     verify_fixed, verify_token = measured_step_cost(seconds.__getitem__, 7)
     assert (verify_fixed, verify_token) == (pytest.approx(0.1), pytest.approx(0.1))
     assert measured_step_cost({0: 2.0, 1: 1.9}.__getitem__, 1) == (0.0, 0.0)

@@ -38,7 +38,9 @@ def test_the_repeated_suffix_is_the_longest_one_that_occurs_earlier(text: list[i
 
 
 @given(TOKENS, st.lists(st.integers(0, 3), max_size=12))
-def test_the_longest_match_is_the_longest_suffix_of_a_query_in_the_text(text: list[int], query: list[int]) -> None:
+def test_the_longest_match_is_the_longest_suffix_of_a_query_in_the_text(
+    text: list[int], query: list[int]
+) -> None:
     expected = (0, 0)
     for length in range(len(query), 0, -1):
         end = first_occurrence(text, query[-length:])
@@ -77,7 +79,11 @@ def test_a_request_is_followed_token_by_token() -> None:
         text.append(guess[0])
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=30), st.sampled_from([None, "x", "y"])), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), max_size=30), st.sampled_from([None, "x", "y"])), max_size=12
+    )
+)
 def test_no_more_tokens_are_remembered_than_allowed(outputs: list[tuple[list[int], str | None]]) -> None:
     drafter = SuffixDrafter(max_cached_tokens=40)
     for index, (output, salt) in enumerate(outputs):
@@ -91,7 +97,9 @@ def test_no_more_tokens_are_remembered_than_allowed(outputs: list[tuple[list[int
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=8), st.sampled_from([None, "x", "y"])), max_size=8),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 3), max_size=8), st.sampled_from([None, "x", "y"])), max_size=8
+    ),
     st.lists(st.integers(0, 3), min_size=1, max_size=8),
     st.sampled_from([None, "x", "y"]),
 )

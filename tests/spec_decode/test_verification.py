@@ -1,4 +1,5 @@
-"""Verification alone: exact in distribution, and token by token what would have been sampled one at a time."""
+"""Verification alone: exact in distribution,
+and token by token what would have been sampled one at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class MarkovModel:
     """Logits that depend on the last token only."""
 
     def __init__(self, vocab_size: int, seed: int = 0, scale: float = 1.0) -> None:
-        self.logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+        self.logits = (
+            torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+        )
 
     def after(self, token_ids: np.ndarray | list[int]) -> Tensor:
         return self.logits[torch.as_tensor(np.asarray(token_ids, dtype=np.int64))]
@@ -116,7 +119,9 @@ def test_sequences_are_distributed_as_the_model_says_whatever_is_drafted(name: s
     state.temperature.host[:] = 1.0
     state.top_p.host[:] = 1.0
     state.seed.host[:] = np.arange(NUM_DRAWS) * 7919 + 1
-    tokens, _, rounds = generate(Sampler(state), state, model, np.arange(NUM_DRAWS), LENGTH, drafters(model)[name])
+    tokens, _, rounds = generate(
+        Sampler(state), state, model, np.arange(NUM_DRAWS), LENGTH, drafters(model)[name]
+    )
     assert rounds <= LENGTH
     observed = np.zeros((VOCAB,) * LENGTH)
     np.add.at(observed, tuple(np.array(tokens).T), 1)

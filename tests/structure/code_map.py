@@ -63,7 +63,7 @@ def purpose(folder: str) -> str:
     if folder == "minivllm":
         return "the vocabulary: configuration, sampling parameters, messages, requests, plug-ins, errors"
     text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-    sentence = text.split("\n")[0].rstrip(".").replace("``", "`")
+    sentence = " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".").replace("``", "`")
     return sentence[0].lower() + sentence[1:] if sentence[:2].istitle() else sentence
 
 

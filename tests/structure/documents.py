@@ -10,7 +10,9 @@ README = ROOT / "README.md"
 FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 DOCUMENTS = [
     README,
-    *sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md") if "packages" not in path.parts),
+    *sorted(
+        path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md") if "packages" not in path.parts
+    ),
 ]
 """All of them; ``tests/gpu/packages`` holds packages of other projects (see tests/gpu/run.sh)."""
 
@@ -33,5 +35,7 @@ def blocks(language: str) -> list[str]:
     """The contents of all blocks of code in a language, in the order of the documents."""
     pattern = rf"^```{language}\n(.*?)^```$"
     return [
-        block for document in DOCUMENTS for block in re.findall(pattern, text_of(document), re.MULTILINE | re.DOTALL)
+        block
+        for document in DOCUMENTS
+        for block in re.findall(pattern, text_of(document), re.MULTILINE | re.DOTALL)
     ]

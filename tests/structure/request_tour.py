@@ -1,10 +1,12 @@
-"""Two requests on their way through a real engine, and what every station of the tour in minivllm/README.md sees.
+"""Two requests on their way through a real engine,
+and what every station of the tour in minivllm/README.md sees.
 
-``python tests/structure/request_tour.py`` prints it, and with ``--write`` puts it into the README, station by station.
+``python tests/structure/request_tour.py`` prints it, and with ``--write`` puts it into the README,
+station by station.
 
-The model has random layers, but an embedding and a head made by hand: after every word of ``ANSWERS`` the next one is
-likeliest by far, so that the sampled ids are the same on every machine. Attention is computed by the reference,
-uncompiled; the query tiles are those that compiled attention prepares from the same rows.
+The model has random layers, but an embedding and a head made by hand: after every word of ``ANSWERS`` the
+next one is likeliest by far, so that the sampled ids are the same on every machine. Attention is computed by
+the reference, uncompiled; the query tiles are those that compiled attention prepares from the same rows.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"<\|eos\|>| ?\w+|[.]", text)
 
 
-VOCABULARY = list(dict.fromkeys(["<|eos|>", *words_of(" ".join(PROMPTS)), *words_of(" " + " ".join(ANSWERS))]))
+VOCABULARY = list(
+    dict.fromkeys(["<|eos|>", *words_of(" ".join(PROMPTS)), *words_of(" " + " ".join(ANSWERS))])
+)
 
 
 def save_model(directory: Path) -> Path:
@@ -79,7 +83,10 @@ def save_model(directory: Path) -> Path:
     shapes |= {"self_attn.o_proj": (size, size), "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size)}
     shapes |= {"mlp.down_proj": (size, inner)}
     generator = torch.Generator().manual_seed(0)
-    weights = {"model.norm.weight": torch.ones(size), "model.embed_tokens.weight": torch.eye(len(VOCABULARY), size)}
+    weights = {
+        "model.norm.weight": torch.ones(size),
+        "model.embed_tokens.weight": torch.eye(len(VOCABULARY), size),
+    }
     for layer in range(SHAPE["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         for part, shape in shapes.items():
@@ -94,7 +101,9 @@ def save_model(directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": len(VOCABULARY)}))
 
     tokenizer = Tokenizer(
-        models.WordLevel({word.replace(" ", "Ġ"): index for index, word in enumerate(VOCABULARY)}, unk_token="<|eos|>")
+        models.WordLevel(
+            {word.replace(" ", "Ġ"): index for index, word in enumerate(VOCABULARY)}, unk_token="<|eos|>"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -161,18 +170,23 @@ class WatchedAttention:
                 if not positions:  # padding
                     continue
                 partial, full = (
-                    [] if blocks is None or count is None else blocks[tile].flatten()[: int(count[tile])].tolist()
+                    []
+                    if blocks is None or count is None
+                    else blocks[tile].flatten()[: int(count[tile])].tolist()
                     for count, blocks in (lists[:2], lists[2:])
                 )
                 if copied is not None:
                     full, partial = copied[full].flatten().tolist(), copied[partial].flatten().tolist()
                 size = "1 query   " if part.kind.size == 1 else f"{part.kind.size} queries"
                 described.append(
-                    f"tile of {size}  positions {span(positions):7} wholly visible {full!s:7} partial {partial}"
+                    f"tile of {size}  positions {span(positions):7} wholly visible {full!s:7} partial "
+                    f"{partial}"
                 )
         return described
 
-    def attend(self, metadata: Any, cache: LayerCache, spec: Any, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, metadata: Any, cache: LayerCache, spec: Any, q: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         o = self._reference.attend(metadata, cache, spec, q, sinks)
         if self._record.steps:
             shapes = {"q": q, "K cache of a layer": cache.k, "o": o}
@@ -196,7 +210,8 @@ def follow() -> Record:
             async_scheduling=False,
             **SETTINGS,
         )
-        # What stands in the text is what a CPU without products of bfloat16 does, whose query tiles are smaller.
+        # What stands in the text is what a CPU without products of bfloat16 does,
+        # whose query tiles are smaller.
         watching.enter_context(patch("torch.cpu._is_avx512_bf16_supported", lambda: False))
         engine = watching.enter_context(LLMEngine.from_args(args))
         watch(engine, record, watching)
@@ -234,7 +249,8 @@ def note_request(engine: LLMEngine, record: Record, prepared: PreparedRequest) -
     request = core(engine).scheduler.requests[sent.request_id]
     record.hashes[sent.request_id] = [digest.hex()[:8] for digest in request.block_hashes]
     record.known[sent.request_id] = (
-        f"status {request.status.name}, known tokens {request.num_tokens}, computed {request.num_computed_tokens}"
+        f"status {request.status.name}, known tokens {request.num_tokens}, computed "
+        f"{request.num_computed_tokens}"
     )
 
 
@@ -282,7 +298,10 @@ def watch(engine: LLMEngine, record: Record, watching: ExitStack) -> None:
     def heading(logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def watched_logits(*arguments: Any, **named: Any) -> Tensor:
             result, rows = logits(*arguments, **named), arguments[2]
-            record.steps[-1].shapes |= {"rows with logits": str(rows.unique().tolist()), "logits": shape(result)}
+            record.steps[-1].shapes |= {
+                "rows with logits": str(rows.unique().tolist()),
+                "logits": shape(result),
+            }
             best = result.topk(2).values
             record.margin = min(record.margin, float((best[:, 0] - best[:, 1]).min()))
             return result
@@ -336,7 +355,8 @@ def _requests(record: Record) -> list[str]:
         lines += [
             f"{request.request_id}  prompt            {prompt!r}",
             f"    prompt_token_ids  {ids}   ({len(ids)} tokens)",
-            f"    max_tokens {request.max_tokens}, seed {request.seed}, eos_token_ids {request.eos_token_ids}, "
+            f"    max_tokens {request.max_tokens}, seed {request.seed}, eos_token_ids "
+            f"{request.eos_token_ids}, "
             f"temperature {params.temperature}, stop {params.stop}",
         ]
     return lines
@@ -354,7 +374,8 @@ def _schedule(record: Record) -> list[str]:
     for number, step in enumerate(record.steps, 1):
         output = step.output
         changes = [
-            f"{new.request.request_id} is new: {new.num_computed_tokens} tokens computed, blocks {new.block_ids[0]}"
+            f"{new.request.request_id} is new: {new.num_computed_tokens} tokens computed, blocks "
+            f"{new.block_ids[0]}"
             for new in output.new_requests
         ]
         changes += [
@@ -373,17 +394,22 @@ def _inputs(record: Record) -> list[str]:
         assert step.rows is not None
         rows = " · ".join(
             f"{name} in batch slot {slot}, {count} from position {start}"
-            for name, slot, start, count in zip(step.names, step.rows.slots, step.rows.starts, step.rows.counts)
+            for name, slot, start, count in zip(
+                step.names, step.rows.slots, step.rows.starts, step.rows.counts
+            )
         )
         lines.append(f"step {number}  {rows}")
         lines += [
-            f"        {name:12} {' '.join(f'{value:2}' for value in values)}" for name, values in step.tokens.items()
+            f"        {name:12} {' '.join(f'{value:2}' for value in values)}"
+            for name, values in step.tokens.items()
         ]
     return lines
 
 
 def _tiles(record: Record) -> list[str]:
-    return [f"step {number}  {tile}" for number, step in enumerate(record.steps[:3], 1) for tile in step.tiles]
+    return [
+        f"step {number}  {tile}" for number, step in enumerate(record.steps[:3], 1) for tile in step.tiles
+    ]
 
 
 def _shapes(record: Record) -> list[str]:
@@ -417,7 +443,9 @@ def _texts(record: Record) -> list[str]:
 def written(readme: str) -> dict[str, str]:
     """What stands in the README, by the name of the marker."""
     marker = BEGIN.replace("{}", r"([\w ]+)")
-    return {name: text for name, text in re.findall(rf"{marker}\n```text\n(.*?)\n```\n{END}", readme, re.DOTALL)}
+    return {
+        name: text for name, text in re.findall(rf"{marker}\n```text\n(.*?)\n```\n{END}", readme, re.DOTALL)
+    }
 
 
 def write(printed: dict[str, str]) -> None:

@@ -59,11 +59,15 @@ def paths_at(seam: str) -> dict[str, str]:
     return {
         f"{name}.{part}" if part else name: path
         for name, value in named.items()
-        for part, path in (value._asdict() if isinstance(value, seams.ModelImplementation) else {"": value}).items()
+        for part, path in (
+            value._asdict() if isinstance(value, seams.ModelImplementation) else {"": value}
+        ).items()
     }
 
 
-PATHS = [(seam, path) for seam in sorted({*SEAM_OF.values(), "NODE_AGENT"}) for path in paths_at(seam).values()]
+PATHS = [
+    (seam, path) for seam in sorted({*SEAM_OF.values(), "NODE_AGENT"}) for path in paths_at(seam).values()
+]
 ANNEX_PATHS = [(seam, path) for seam, path in PATHS if annex_of(package_of(path.partition(":")[0]))]
 
 
@@ -88,10 +92,11 @@ def test_naming_an_annex_loads_it(seam: str, path: str) -> None:
 
 
 def without_annexes(program: str, folder: Path) -> list[str]:
-    """What a program prints, in whose process and in all that it starts no annex can be imported. folder: gets a file
-    for each of these processes, with its command."""
+    """What a program prints, in whose process and in all that it starts no annex can be imported. folder:
+    gets a file for each of these processes, with its command."""
     (folder / "sitecustomize.py").write_text(
-        f"{REFUSE}\nimport os\nwith open(os.path.join({str(folder)!r}, f'process-{{os.getpid()}}'), 'w') as file:\n"
+        f"{REFUSE}\nimport os\nwith open(os.path.join({str(folder)!r}, f'process-{{os.getpid()}}'), 'w') as "
+        "file:\n"
         "    file.write(' '.join(sys.orig_argv))\n"
     )
     path = os.pathsep.join([str(folder), *sys.path])
@@ -107,7 +112,9 @@ def without_annexes(program: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("flags", ["", "tensor_parallel_size=2, multiprocess=True"])
-def test_an_engine_serves_without_annexes(tiny_model: Callable[..., Path], tmp_path: Path, flags: str) -> None:
+def test_an_engine_serves_without_annexes(
+    tiny_model: Callable[..., Path], tmp_path: Path, flags: str
+) -> None:
     printed = without_annexes(
         f"""
 from minivllm import LLM, SamplingParams
@@ -120,7 +127,9 @@ with LLM({str(tiny_model("llama"))!r}, enforce_eager=True, max_model_len=64, num
     assert printed[-1:] == ["5"]
     commands = [path.read_text() for path in tmp_path.glob("process-*")]
     for module in ("minivllm.executor.worker_process", "minivllm.engine_process.process"):
-        assert sum(module in command for command in commands) == (0 if not flags else 2 if "worker" in module else 1)
+        assert sum(module in command for command in commands) == (
+            0 if not flags else 2 if "worker" in module else 1
+        )
 
 
 def test_regions_compile_without_the_code_generators(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What the documents say: commands run, flags exist, snippets run, links lead somewhere, numbers are measured ones."""
+"""What the documents say: commands run, flags exist, snippets run, links lead somewhere,
+numbers are measured ones."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def test_the_first_document_is_short() -> None:
 
 
 def test_every_command_is_run_by_a_test_or_is_set_up() -> None:
-    commands = {line.partition("  #")[0].rstrip() for block in blocks("sh") for line in block.splitlines() if line}
+    commands = {
+        line.partition("  #")[0].rstrip() for block in blocks("sh") for line in block.splitlines() if line
+    }
     assert commands == NOT_RUN_HERE
     languages = {word for one in DOCUMENTS for word in re.findall(r"^```(\w+)$", text_of(one), re.MULTILINE)}
     assert languages == {"sh", "console", "python", "text"}
@@ -208,7 +211,9 @@ def test_the_settings_of_connectors_are_accepted() -> None:
     assert len(settings) == 6
     sources = "".join(text_of(path) for path in ROOT.glob("minivllm/kv_transfer/**/*.py"))
     for block in settings:
-        values = json.loads(block.replace('{"kv_connector": …}, …', '{"kv_connector": "OffloadingConnector"}'))
+        values = json.loads(
+            block.replace('{"kv_connector": …}, …', '{"kv_connector": "OffloadingConnector"}')
+        )
         config = KVTransferConfig.from_dict(values)
         assert all(f'"{name}"' in sources for name in config.kv_connector_extra_config)
 
@@ -236,7 +241,13 @@ def defined_names(node: ast.stmt) -> set[str]:
     """What a statement defines: a function, a class, or variables."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return {found.id for target in targets for found in ast.walk(target) if isinstance(found, ast.Name)}
 
 
@@ -285,10 +296,11 @@ FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(×|tok/s|ms|%)(?!\w)(?:<
 def unproven_figures(text: str, folder: Path) -> list[str]:
     """Numbers with the unit of a measurement that no report in ``folder`` has.
 
-    After the number stands <!-- FILE | case | side | metric -->, where the median is; or FILE | case | side / other |
-    metric for a ratio, gpu/FILE/key/… for a figure of tests/gpu/results, or "not measured". Blocks under
-    <!-- sample output --> are one machine's, and the part that ``speed_picture`` writes is held against its reports by
-    its own test.
+    After the number stands <!-- FILE | case | side | metric -->, where the median is; or FILE | case | side /
+    other | metric for a ratio, gpu/FILE/key/… for a figure of tests/gpu/results, or "not measured". Blocks
+    under
+    <!-- sample output --> are one machine's,
+    and the part that ``speed_picture`` writes is held against its reports by its own test.
     """
     before, _, rest = text.partition(speed_picture.BEGIN)
     text = before + rest.partition(speed_picture.END)[2]
@@ -309,15 +321,21 @@ def _is_proven(number: str, unit: str, mark: str | None, folder: Path) -> bool:
     side, _, against = side.partition(" / ")
     if against:
         key = (case, side, against, metric)
-        values = [o.ratio for o in report.comparisons if o.holds and (o.case, o.side, o.against, o.metric) == key]
+        values = [
+            o.ratio for o in report.comparisons if o.holds and (o.case, o.side, o.against, o.metric) == key
+        ]
         measured = "×"
     else:
-        [one] = [one for one in report.measurements if (one.case, one.side, one.metric) == (case, side, metric)]
+        [one] = [
+            one for one in report.measurements if (one.case, one.side, one.metric) == (case, side, metric)
+        ]
         values, measured = [median(one.samples)], one.unit
     digits = len(number.partition(".")[2])
     scale = 100 if measured == "share" else 1
     shown = float(number.replace(",", ""))
-    return unit == ("%" if measured == "share" else measured) and [round(v * scale, digits) for v in values] == [shown]
+    return unit == ("%" if measured == "share" else measured) and [
+        round(v * scale, digits) for v in values
+    ] == [shown]
 
 
 def _is_proven_on_a_gpu(number: str, found: Any, keys: Sequence[str]) -> bool:

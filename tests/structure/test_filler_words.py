@@ -39,7 +39,9 @@ def prose(path: Path) -> str:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     bare = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    docstrings = [node.value for node in bare if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    docstrings = [
+        node.value for node in bare if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     # Joined by lines, since a sentence may go on in the next comment.
     comments = "\n".join(token.string for token in tokens if token.type == tokenize.COMMENT)

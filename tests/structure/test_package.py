@@ -18,7 +18,9 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
 
 
 def run_python(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *flags, "-c", program], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *flags, "-c", program], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,14 +57,18 @@ def test_every_file_beside_the_code_is_installed_with_it(package: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"][package]
     matched = {pattern: set((ROOT / package).glob(pattern)) for pattern in patterns}
-    there = {path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    there = {
+        path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
     others = {path for path in there if path.suffix != ".py"}
     assert others - set().union(*matched.values()) == set(), "an installed package would lack them"
     assert [pattern for pattern, files in matched.items() if not files & others] == [], "patterns of nothing"
 
 
 def test_torch_is_pinned_to_the_versions_the_engine_is_made_for() -> None:
-    [torch] = [line for line in requires("minivllm") or () if line.split(">")[0].split("<")[0].strip() == "torch"]
+    [torch] = [
+        line for line in requires("minivllm") or () if line.split(">")[0].split("<")[0].strip() == "torch"
+    ]
     assert ">=2.11" in torch
     assert "<2.14" in torch
 

@@ -12,7 +12,9 @@ import pytest
 from tests.structure.documents import DOCUMENTS, ROOT, name_of, without_code
 
 PROSE = [*DOCUMENTS, *sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_free/**/*.py")])]
-PROSE += sorted([*ROOT.glob("tutorials/**/*.py"), *ROOT.glob("minivllm/**/*.html"), *ROOT.glob("minivllm/**/*.js")])
+PROSE += sorted(
+    [*ROOT.glob("tutorials/**/*.py"), *ROOT.glob("minivllm/**/*.html"), *ROOT.glob("minivllm/**/*.js")]
+)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 # Words that are right here, although they look like others misspelt.
@@ -63,12 +65,16 @@ def test_files_that_the_prose_names_exist() -> None:
         ):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
         for module in re.findall(r"python -m (tutorials\.\w+)", path.read_text("utf-8")):
-            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{path.relative_to(ROOT)} names {module}"
+            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), (
+                f"{path.relative_to(ROOT)} names {module}"
+            )
 
 
 def test_a_piece_of_the_kv_cache_is_called_a_block() -> None:
     """In documents and chapters; a page is one of the web or of paper."""
-    allowed = r"gets a page to chat|the page at `/`|page for a browser|server's page keeps|narrow cells fits a page"
+    allowed = (
+        r"gets a page to chat|the page at `/`|page for a browser|server's page keeps|narrow cells fits a page"
+    )
     for path in [*DOCUMENTS, *sorted(ROOT.glob("tutorials/*.py"))]:
         text = re.sub(allowed, "", path.read_text(encoding="utf-8"))
         assert re.findall(r"(?i)^.*\bpages?\b.*$", text, re.MULTILINE) == [], path.relative_to(ROOT)

@@ -1,7 +1,8 @@
 """The packages: who may import whom, what may never be imported, how large files and packages may grow.
 
-Every package declares in its ``__init__.py`` what it is for, what it may import, and its door. These declarations are
-compared with the real graph of modules, imports inside functions and for type checking included.
+Every package declares in its ``__init__.py`` what it is for, what it may import, and its door. These
+declarations are compared with the real graph of modules, imports inside functions and for type checking
+included.
 """
 
 from __future__ import annotations
@@ -40,20 +41,36 @@ TOP_LEVEL = {
 VOCABULARY = "minivllm"
 """Modules beside the packages: configuration, messages, errors. All packages of minivllm may import them."""
 
-MAX_PACKAGE_LINES = 1200
-"""Of a package's own files: what a reader opens and keeps in mind."""
+MAX_PACKAGE_LINES = 1120
+"""Of a package's files together: what a reader opens and keeps in mind."""
 
 CATALOGUES = {"minivllm.families.makers": "registry"}
-"""Package -> its index. No other file of it imports another, so each is read alone, and the limit does not apply."""
+"""Package -> its index. No other file of it imports another, so each is read alone,
+and the limit does not apply."""
 
 # Everything that can run code while it reads data, and everything that would be a handwritten kernel.
-FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "triton"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "triton",
+}
 FORBIDDEN_CALLS = {"torch.load", "torch.jit.load", "numpy.load", "np.load", "torch.utils.cpp_extension"}
 
 
 @cache
 def syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def num_lines(path: Path) -> int:
+    """Lines that are not blank."""
+    return sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
 def module_name(path: Path) -> str:
@@ -91,7 +108,8 @@ def declared_imports(package: str) -> set[str]:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import, inside functions and type-checking blocks too; members count as modules."""
+    """(module, line) of every import, inside functions and type-checking blocks too;
+    members count as modules."""
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -148,9 +166,13 @@ def test_folders_of_the_top_do_not_import_one_another_in_circles() -> None:
 
     imports = {(top(package), top(one)) for package, imported in real_imports().items() for one in imported}
     edges = {(source, target) for source, target in imports if source != target}
-    while loose := {(source, target) for source, target in edges if target not in {source for source, _ in edges}}:
+    while loose := {
+        (source, target) for source, target in edges if target not in {source for source, _ in edges}
+    }:
         edges -= loose
-    while loose := {(source, target) for source, target in edges if source not in {target for _, target in edges}}:
+    while loose := {
+        (source, target) for source, target in edges if source not in {target for _, target in edges}
+    }:
         edges -= loose
     assert edges == set()
 
@@ -164,17 +186,19 @@ def test_the_vocabulary_imports_no_package() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_says_what_it_is_for_and_where_its_door_is(package: str) -> None:
     text = declaration(package)
-    assert text.split("\n")[0].endswith("."), "one sentence of purpose comes first"
+    assert text.split("\n\n")[0].endswith("."), "one sentence of purpose comes first"
     folder = MODULES[package].parent
-    door = re.search(r"^Door: (.*)$", text, re.MULTILINE)
+    door = re.search(r"^Door: (.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
     for name, file in re.findall(r"`([A-Za-z_]+)` (?:and its parts )?in (\w+\.py)", door[1] if door else ""):
-        assert re.search(rf"^(?:class|def|async def) {name}\b", (folder / file).read_text(encoding="utf-8"), re.M), name
+        assert re.search(
+            rf"^(?:class|def|async def) {name}\b", (folder / file).read_text(encoding="utf-8"), re.M
+        ), name
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, VOCABULARY])
 def test_a_package_is_a_component_of_about_a_thousand_lines(package: str) -> None:
     folder = MODULES[package].parent
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
+    lines = sum(map(num_lines, folder.glob("*.py")))
     if package in CATALOGUES:
         index = f"{package}.{CATALOGUES[package]}"
         inside = [(a, b) for a, b, _ in own_imports() if package_of(a) == package_of(b) == package]
@@ -185,14 +209,18 @@ def test_a_package_is_a_component_of_about_a_thousand_lines(package: str) -> Non
 
 
 def test_the_frontend_reaches_the_engine_through_its_client_only() -> None:
-    reached = {imported for importer, imported, _ in own_imports() if package_of(importer) == "minivllm.frontend"}
+    reached = {
+        imported for importer, imported, _ in own_imports() if package_of(importer) == "minivllm.frontend"
+    }
     engine = {module for module in reached if package_of(module).startswith("minivllm.engine")}
     assert {module.rpartition(".")[0] for module in engine} <= {"minivllm.engine_process.client"}
 
 
 def test_only_benchmarks_import_the_language() -> None:
     importers = {
-        package_of(importer) for importer, imported, _ in own_imports() if package_of(imported) == "minivllm.lang"
+        package_of(importer)
+        for importer, imported, _ in own_imports()
+        if package_of(imported) == "minivllm.lang"
     }
     assert importers == {"minivllm.lang", "minivllm.lang.examples", "minivllm.bench.programs"}
 
@@ -206,7 +234,8 @@ def test_kernels_need_only_torch_and_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", [VOCABULARY, "minivllm.kv_cache", "minivllm.kv_transfer", "minivllm.scheduler", "minivllm.executor"]
+    "package",
+    [VOCABULARY, "minivllm.kv_cache", "minivllm.kv_transfer", "minivllm.scheduler", "minivllm.executor"],
 )
 def test_decisions_are_made_without_torch(package: str) -> None:
     for path in SOURCES:
@@ -226,8 +255,12 @@ def test_nothing_is_imported_that_runs_code_while_reading_data(path: Path) -> No
             assert ast.unparse(node) not in FORBIDDEN_CALLS, f"{path}:{node.lineno} uses {ast.unparse(node)}"
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            assert path not in SOURCES or name not in ("eval", "exec", "__import__"), f"{path}:{node.lineno}: {name}"
-            assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+            assert path not in SOURCES or name not in ("eval", "exec", "__import__"), (
+                f"{path}:{node.lineno}: {name}"
+            )
+            assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (
+                f"{path}:{node.lineno}"
+            )
 
 
 def test_remote_code_has_no_name_here() -> None:
@@ -239,7 +272,13 @@ def test_nothing_is_checked_by_assert_that_a_caller_could_get_wrong() -> None:
     """Under ``python -O`` an assert is gone, so none may stand between a request and the engine."""
     for path in SOURCES:
         module = module_name(path)
-        checked = (VOCABULARY, "minivllm.frontend", "minivllm.processing", "minivllm.tokenizer", "minivllm.cli")
+        checked = (
+            VOCABULARY,
+            "minivllm.frontend",
+            "minivllm.processing",
+            "minivllm.tokenizer",
+            "minivllm.cli",
+        )
         if not package_of(module).startswith(checked[1:]) and package_of(module) != VOCABULARY:
             continue
         for node in ast.walk(syntax(path)):
@@ -248,7 +287,7 @@ def test_nothing_is_checked_by_assert_that_a_caller_could_get_wrong() -> None:
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_is_longer_than_one_thousand_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    assert num_lines(path) <= MAX_LINES
 
 
 def test_no_file_is_a_grab_bag_and_no_work_is_put_off() -> None:
@@ -284,6 +323,8 @@ def test_a_worked_example_plugs_in_by_public_names(name: str) -> None:
         if isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             is_private = node.attr.startswith("_") and not node.attr.startswith("__") and not is_own
-            assert not is_private and node.attr not in ("llm_engine", "core"), f"{path.name}:{node.lineno}: {node.attr}"
+            assert not is_private and node.attr not in ("llm_engine", "core"), (
+                f"{path.name}:{node.lineno}: {node.attr}"
+            )
         if isinstance(node, ast.ImportFrom):
             assert not any(alias.name.startswith("_") for alias in node.names), f"{path.name}:{node.lineno}"

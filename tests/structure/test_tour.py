@@ -1,4 +1,5 @@
-"""The tour of one request in minivllm/README.md: what it shows is what a real engine does, what it names is there."""
+"""The tour of one request in minivllm/README.md:
+what it shows is what a real engine does, what it names is there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_the_sampled_tokens_do_not_hang_on_rounding(record: Record) -> None:
     assert record.margin > 1.0
 
 
-def test_writing_replaces_what_stands_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_replaces_what_stands_between_the_markers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emptied = re.sub(r"```text\n[^`]*```\n(?=<!-- end of tour)", "```text\nold\n```\n", TEXT)
     assert set(written(emptied).values()) == {"old"}
     (tmp_path / "README.md").write_text(emptied, encoding="utf-8")
@@ -47,7 +50,11 @@ def test_writing_replaces_what_stands_between_the_markers(tmp_path: Path, monkey
 def test_a_reader_opens_twelve_files_and_the_list_names_them_all() -> None:
     listed = re.findall(r"^\d+\. \[`([\w/.]+)`\]\(([\w/.]+)\)", TEXT, re.MULTILINE)
     assert all(name == target and (TOUR.parent / target).is_file() for name, target in listed)
-    opened = [name for line in re.findall(r"^Open (.+)$", TEXT, re.MULTILINE) for name in re.findall(r"`(.+?)`", line)]
+    opened = [
+        name
+        for line in re.findall(r"^Open (.+)$", TEXT, re.MULTILINE)
+        for name in re.findall(r"`(.+?)`", line)
+    ]
     headings = re.findall(r"^## \d\. ", TEXT, re.MULTILINE)
     assert len(re.findall(r"^## \d\. .+\n\nOpen ", TEXT, re.MULTILINE)) == len(headings) == 8
     assert len(listed) <= MOST_FILES

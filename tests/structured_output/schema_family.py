@@ -1,4 +1,5 @@
-"""A family of JSON schemas, generated from a seed: nested, enums, bounds, references, alternatives, patterns, unicode.
+"""A family of JSON schemas, generated from a seed:
+nested, enums, bounds, references, alternatives, patterns, unicode.
 
 Every schema has finite instances only, so that a random model comes to an end.
 """

@@ -24,10 +24,13 @@ def engine_config(directory: Path, tokenizer: str | None = None) -> EngineConfig
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """What each token writes, by the byte alphabet of byte-level BPE; special tokens write nothing and are left out."""
+    """What each token writes, by the byte alphabet of byte-level BPE;
+    special tokens write nothing and are left out."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    alphabet = {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
     texts = {token: tokenizer.convert_ids_to_tokens([token])[0] for token in range(tokenizer.vocab_size)}
     return {
         token: bytes(alphabet[character] for character in text)
@@ -50,4 +53,6 @@ def allowed(grammar: Grammar, drafts: list[int] | None = None) -> list[set[int]]
     """The set of tokens that each row of the mask allows."""
     rows = np.full((1 + len(drafts or []), WORDS), ALL_TOKENS, dtype=np.int32)
     grammar.fill(rows, drafts or [])
-    return [set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()) for row in rows]
+    return [
+        set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()) for row in rows
+    ]

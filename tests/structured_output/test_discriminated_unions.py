@@ -1,4 +1,5 @@
-"""oneOf behind references: served where a required property tells the alternatives apart, and refused otherwise."""
+"""oneOf behind references: served where a required property tells the alternatives apart,
+and refused otherwise."""
 
 from __future__ import annotations
 

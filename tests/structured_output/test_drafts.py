@@ -13,7 +13,10 @@ from minivllm.structured_output.manager import StructuredOutputManager
 
 SCHEMA = {
     "type": "object",
-    "properties": {"first name": {"enum": ["a", "b"]}, "second name": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "first name": {"enum": ["a", "b"]},
+        "second name": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["first name", "second name"],
     "additionalProperties": False,
 }
@@ -37,8 +40,12 @@ def run(model: Path, **engine_args: Any) -> tuple[list[list[int]], int]:
         return [output.outputs[0].token_ids for output in outputs], llm.get_metrics().num_steps
 
 
-def test_structures_and_speculation_give_the_tokens_of_structures_alone(tiny_model: Callable[..., Path]) -> None:
-    speculating, _ = run(tiny_model("llama"), speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+def test_structures_and_speculation_give_the_tokens_of_structures_alone(
+    tiny_model: Callable[..., Path],
+) -> None:
+    speculating, _ = run(
+        tiny_model("llama"), speculative_config={"method": "ngram", "num_speculative_tokens": 3}
+    )
     alone, _ = run(tiny_model("llama"))
     assert speculating == alone
 

@@ -1,4 +1,5 @@
-"""The mask of a grammar, judged by brute force: which tokens keep the text the beginning of an allowed one."""
+"""The mask of a grammar, judged by brute force:
+which tokens keep the text the beginning of an allowed one."""
 
 from __future__ import annotations
 
@@ -22,13 +23,22 @@ def digits_and_letters(text: bytes) -> bool:
     """Beginnings of [0-9]{2}(ab|cd){1,2}[.]?"""
     if len(text) > 7 or any(not 48 <= byte <= 57 for byte in text[:2]):
         return False
-    words = [first + second + dot for first in (b"ab", b"cd") for second in (b"", b"ab", b"cd") for dot in (b"", b".")]
+    words = [
+        first + second + dot
+        for first in (b"ab", b"cd")
+        for second in (b"", b"ab", b"cd")
+        for dot in (b"", b".")
+    ]
     return any(word.startswith(text[2:]) for word in words)
 
 
 def is_whole(text: bytes) -> bool:
     body = text[2:].removesuffix(b".")
-    return len(text) >= 4 and digits_and_letters(text) and body in (b"ab", b"cd", b"abab", b"abcd", b"cdab", b"cdcd")
+    return (
+        len(text) >= 4
+        and digits_and_letters(text)
+        and body in (b"ab", b"cd", b"abab", b"abcd", b"cdab", b"cdcd")
+    )
 
 
 def beginnings_of_choices(text: bytes) -> bool:
@@ -39,7 +49,11 @@ CASES: dict[str, tuple[dict[str, object], Callable[[bytes], bool], Callable[[byt
     "regex": ({"regex": "[0-9]{2}(ab|cd){1,2}[.]?"}, digits_and_letters, is_whole),
     "lark": ({"grammar": 'start: D D w w? "."?\nD: /[0-9]/\nw: "ab" | "cd"'}, digits_and_letters, is_whole),
     "gbnf": ({"grammar": 'root ::= [0-9] [0-9] w w? "."?\nw ::= "ab" | "cd"'}, digits_and_letters, is_whole),
-    "choice": ({"choice": CHOICES}, beginnings_of_choices, lambda text: text.decode(errors="replace") in CHOICES),
+    "choice": (
+        {"choice": CHOICES},
+        beginnings_of_choices,
+        lambda text: text.decode(errors="replace") in CHOICES,
+    ),
     "enum": (
         {"json": {"enum": ["a", "grün", 12, 123]}, "disable_any_whitespace": True},
         lambda text: any(value.startswith(text) for value in (b'"a"', '"grün"'.encode(), b"12", b"123")),
@@ -79,7 +93,9 @@ def test_special_tokens_and_ids_behind_the_tokenizer_are_never_allowed(vocabular
     assert max(mask) < vocabulary.tokenizer.vocab_size < VOCAB_SIZE
 
 
-def test_each_drafted_position_has_the_mask_it_has_once_the_drafts_are_accepted(vocabulary: SmallVocabulary) -> None:
+def test_each_drafted_position_has_the_mask_it_has_once_the_drafts_are_accepted(
+    vocabulary: SmallVocabulary,
+) -> None:
     rng = random.Random(1)
     for _ in range(30):
         drafted, stepped = vocabulary.grammar(regex="[0-9]{2}(ab|cd){1,2}[.]?"), []

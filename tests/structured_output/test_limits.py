@@ -25,7 +25,13 @@ from minivllm.structured_output.grammar import Grammar
 from minivllm.structured_output.manager import GrammarCache, StructuredOutputManager
 from tests.structured_output.small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, allowed, engine_config
 
-ALL_BUT_ONE = {"json": {"type": "null"}, "regex": "a", "choice": ["a"], "grammar": 'start: "a"', "json_object": True}
+ALL_BUT_ONE = {
+    "json": {"type": "null"},
+    "regex": "a",
+    "choice": ["a"],
+    "grammar": 'start: "a"',
+    "json_object": True,
+}
 
 
 class Counting(GrammarCompiler):
@@ -78,13 +84,18 @@ def test_exactly_one_structure_is_given(first: str, second: str) -> None:
         ({"regex": ""}, "non-empty text"),
         ({"regex": "\ud800"}, "half a surrogate pair"),
         ({"regex": "a", "disable_any_whitespace": True}, "Whitespace options are for json"),
-        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict each other"),
+        (
+            {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
+            "contradict each other",
+        ),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "may have at most"),
         ({"json": {"enum": ["x" * 1_000_000]}}, "may have at most"),
         ({"schema": {}}, "'schema' is not an option of structured outputs"),
     ],
 )
-def test_structures_that_make_no_sense_are_refused_in_a_sentence(fields: dict[str, Any], complaint: str) -> None:
+def test_structures_that_make_no_sense_are_refused_in_a_sentence(
+    fields: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(RequestError, match=complaint):
         StructuredOutputs(**fields)
 
@@ -101,7 +112,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "too deeply nested"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
     ({"grammar": "start: missing"}, "missing"),
-    ({"json": {"properties": {"a": {"type": "string", "format": 3}}}}, r"at \$\.properties\.a has 3 as 'format'"),
+    (
+        {"json": {"properties": {"a": {"type": "string", "format": 3}}}},
+        r"at \$\.properties\.a has 3 as 'format'",
+    ),
     (
         {"json": {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
         r"at \$\.items: the alternatives of oneOf",
@@ -125,7 +139,9 @@ def test_what_cannot_be_kept_to_is_refused(
 
 @pytest.mark.parametrize("kind", ["string", "integer", "number"])
 @pytest.mark.parametrize("name", ["color", "int32", "int64", "double", "binary", "password"])
-def test_formats_that_are_not_known_are_annotations(vocabulary: SmallVocabulary, kind: str, name: str) -> None:
+def test_formats_that_are_not_known_are_annotations(
+    vocabulary: SmallVocabulary, kind: str, name: str
+) -> None:
     """As JSON schema has it, and as schemas made by OpenAPI generators need it."""
     plain = vocabulary.grammar(json={"type": kind})
     assert allowed(vocabulary.grammar(json={"type": kind, "format": name})) == allowed(plain)
@@ -142,7 +158,9 @@ def test_a_regex_whose_masks_take_too_long_ends_its_request_only(tiny_model: Cal
         assert neighbour.outputs[0].token_ids == alone.outputs[0].token_ids
         assert failed.outputs[0].finish_reason == "error"
         assert "could not be continued" in str(failed.error)
-        assert re.fullmatch("[a-z0-9]*", failed.outputs[0].text), "the token that no mask allowed is not delivered"
+        assert re.fullmatch("[a-z0-9]*", failed.outputs[0].text), (
+            "the token that no mask allowed is not delivered"
+        )
         assert llm.get_metrics().kv_cache_usage == 0
 
 
@@ -195,7 +213,9 @@ def test_equal_structures_are_compiled_once_and_a_full_cache_still_serves(word_t
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Only Linux has priorities of threads.")
-def test_compiling_steps_back_for_the_engine_but_reading_the_vocabulary_does_not(word_tokenizer: Path) -> None:
+def test_compiling_steps_back_for_the_engine_but_reading_the_vocabulary_does_not(
+    word_tokenizer: Path,
+) -> None:
     class Watched(GrammarCompiler):
         def read_vocabulary(self, eos_token_ids: list[int]) -> Any:
             seen.append(("vocabulary", os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
@@ -216,7 +236,9 @@ def test_compiling_steps_back_for_the_engine_but_reading_the_vocabulary_does_not
     assert seen[:2] == [("vocabulary", own), ("grammar", 15)]
 
 
-def test_a_grammar_that_takes_too_long_is_given_up_and_aborted_requests_are_forgotten(word_tokenizer: Path) -> None:
+def test_a_grammar_that_takes_too_long_is_given_up_and_aborted_requests_are_forgotten(
+    word_tokenizer: Path,
+) -> None:
     manager = StructuredOutputManager(engine_config(word_tokenizer), VOCAB_SIZE, seconds=0.0)
     never: Future[Grammar] = Future()
     manager._compiler.compile = lambda *_: never.result()  # type: ignore[method-assign]
@@ -232,7 +254,9 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_aborted_requests_are_forg
     manager.shutdown()
 
 
-def test_the_tokenizer_named_beside_the_model_is_the_one_that_counts(word_tokenizer: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_named_beside_the_model_is_the_one_that_counts(
+    word_tokenizer: Path, tmp_path: Path
+) -> None:
     config = dataclasses.replace(engine_config(tmp_path), tokenizer=str(word_tokenizer))
     assert GrammarCompiler(config, VOCAB_SIZE).compile(StructuredOutputs(regex="a"), EOS) is not None
     with pytest.raises(ModelError, match="no tokenizer"):

@@ -1,4 +1,5 @@
-"""The official JSON-Schema-Test-Suite: nothing that it judges invalid can be written, whatever the spelling."""
+"""The official JSON-Schema-Test-Suite:
+nothing that it judges invalid can be written, whatever the spelling."""
 
 from __future__ import annotations
 
@@ -30,9 +31,21 @@ DRAFTS = {
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tests of the suite, from the source distribution of the jsonschema package."""
     directory = tmp_path_factory.mktemp("suite")
-    command = ["pip", "download", "--no-deps", "--no-binary", "jsonschema", "--dest", str(directory), "--quiet"]
+    command = [
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        "jsonschema",
+        "--dest",
+        str(directory),
+        "--quiet",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", *command, f"jsonschema=={VERSION}"], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", *command, f"jsonschema=={VERSION}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     archive = directory / f"jsonschema-{VERSION}.tar.gz"
     if not archive.exists():
@@ -67,7 +80,12 @@ def spellings(value: Any) -> set[str]:
     texts = set()
     for ordered in orders(value):
         compact = json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
-        texts |= {compact, json.dumps(ordered), json.dumps(ordered, indent=1), json.dumps(ordered, ensure_ascii=False)}
+        texts |= {
+            compact,
+            json.dumps(ordered),
+            json.dumps(ordered, indent=1),
+            json.dumps(ordered, ensure_ascii=False),
+        }
         texts |= {escaped(compact), compact.replace("/", "\\/")}
     if isinstance(value, float) and value.is_integer():
         texts.add(str(int(value)))

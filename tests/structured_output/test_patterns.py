@@ -1,4 +1,5 @@
-"""Expressions of schemas: what the compiled ones let through matches as Python reads them, and as ECMA-262 does."""
+"""Expressions of schemas: what the compiled ones let through matches as Python reads them,
+and as ECMA-262 does."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ ALPHABET = "ab1 _-/&[é\n\r\u2028\ufeff\x85"
 LETTERS = r"a b 1 \/ - é . \d \D \w \W \s \S && ] } { \u00e9"
 CLASSES = r"[ab] [^a] [a-b1] [\w-] [^\W1] [^\s\d] [[a] [a&&b] [^a&&b] [a~~b] [\]]"
 ATOMS = st.sampled_from([*LETTERS.split(), *CLASSES.split()])
-PIECES = st.builds(lambda atom, count: atom + count, ATOMS, st.sampled_from(["", "", "?", "*", "+", "{2}", "{0,1}"]))
+PIECES = st.builds(
+    lambda atom, count: atom + count, ATOMS, st.sampled_from(["", "", "?", "*", "+", "{2}", "{0,1}"])
+)
 PATTERNS = st.recursive(
     st.builds("".join, st.lists(PIECES, min_size=1, max_size=3)),
     lambda inner: st.builds(lambda left, right: f"(?:{left}|{right})", inner, inner),
@@ -47,7 +50,9 @@ def test_what_can_be_written_matches(vocabulary: SmallVocabulary, body: str, anc
         reaches = matcher(vocabulary, pattern)
     except RequestError:
         return
-    for text in ("".join(letters) for size in range(3) for letters in itertools.product(ALPHABET, repeat=size)):
+    for text in (
+        "".join(letters) for size in range(3) for letters in itertools.product(ALPHABET, repeat=size)
+    ):
         if reaches(text):
             assert re.search(pattern, text), (pattern, text)
 

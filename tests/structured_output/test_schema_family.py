@@ -1,4 +1,5 @@
-"""Over a generated family of JSON schemas, every finished output of a random model validates, judged by jsonschema."""
+"""Over a generated family of JSON schemas, every finished output of a random model validates,
+judged by jsonschema."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ NUM_SCHEMAS = 360
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Callable[..., Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=600) as llm:
+    with LLM(
+        str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=600
+    ) as llm:
         yield llm
 
 

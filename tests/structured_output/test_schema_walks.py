@@ -26,7 +26,18 @@ NUMBERS = st.fixed_dictionaries(
         "multipleOf": st.sampled_from([1, 2, 3, 0.5, 0.25]),
     },
 )
-PATTERNS = ["^[ab]+$", "a", r"^\w$", r"^\W\D?$", r"^[^\s\d]{2}$", r"^.\S$", "^(a|b/)*$", "^a|b$", r"^\u00e4", "[[&&]"]
+PATTERNS = [
+    "^[ab]+$",
+    "a",
+    r"^\w$",
+    r"^\W\D?$",
+    r"^[^\s\d]{2}$",
+    r"^.\S$",
+    "^(a|b/)*$",
+    "^a|b$",
+    r"^\u00e4",
+    "[[&&]",
+]
 STRINGS = st.fixed_dictionaries(
     {"type": st.just("string")},
     optional={
@@ -86,7 +97,8 @@ SCHEMAS = st.recursive(LEAVES, branches, max_leaves=6).filter(lambda schema: isi
 
 
 def walk(vocabulary: SmallVocabulary, schema: dict[str, Any], seed: int) -> str | None:
-    """A text that the masks let through to its end; None if it did not come to one, or if the schema is refused."""
+    """A text that the masks let through to its end;
+    None if it did not come to one, or if the schema is refused."""
     try:
         grammar = vocabulary.grammar(json=schema, disable_any_whitespace=seed % 2 == 0)
     except RequestError:
@@ -109,12 +121,16 @@ def check(vocabulary: SmallVocabulary, schema: dict[str, Any], leaf: Any, seed: 
     whole = {**schema, "$defs": {"x": leaf}}
     text = walk(vocabulary, whole, seed)
     if text is not None:
-        Draft202012Validator(whole, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
+        Draft202012Validator(whole, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(
+            json.loads(text)
+        )
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, LEAVES, st.integers(0, 2**32))
-def test_walks_end_in_valid_values(vocabulary: SmallVocabulary, schema: dict[str, Any], leaf: Any, seed: int) -> None:
+def test_walks_end_in_valid_values(
+    vocabulary: SmallVocabulary, schema: dict[str, Any], leaf: Any, seed: int
+) -> None:
     check(vocabulary, schema, leaf, seed)
 
 

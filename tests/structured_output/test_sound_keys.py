@@ -42,7 +42,9 @@ def test_a_key_has_one_spelling(vocabulary: SmallVocabulary, name: str) -> None:
     assert not reachable(vocabulary, schema, text)
 
 
-@pytest.mark.parametrize("text", ['{"a":1}', '{"b":"x"}', '{"\\n\\"":1}', '{"a":1,"ä🙂/":[]}', '{"b":1,"b":2}'])
+@pytest.mark.parametrize(
+    "text", ['{"a":1}', '{"b":"x"}', '{"\\n\\"":1}', '{"a":1,"ä🙂/":[]}', '{"b":1,"b":2}']
+)
 def test_other_keys_are_as_free_as_before(vocabulary: SmallVocabulary, text: str) -> None:
     assert reachable(vocabulary, OPEN, text)
 
@@ -74,17 +76,27 @@ def test_a_reference_in_data_is_data(vocabulary: SmallVocabulary, keyword: str) 
     value = {"$ref": "https://example.com/nowhere"}
     schema = {"anyOf": [{keyword: [value] if keyword in ("enum", "examples") else value, "type": "object"}]}
     assert reachable(vocabulary, schema, json.dumps(value))
-    named = {"type": "object", "properties": {keyword: {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    named = {
+        "type": "object",
+        "properties": {keyword: {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"type": "integer"}},
+    }
     assert reachable(vocabulary, named, f'{{"{keyword}":1}}')
     assert not reachable(vocabulary, named, f'{{"{keyword}":"x"}}')
 
 
 ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
     "itself": ({"$ref": "#"}, r"to itself without end"),
-    "in a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "itself"),
+    "in a circle": (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        "itself",
+    ),
     "in allOf": ({"allOf": [{"$ref": "#"}]}, r"at \$\.allOf\[0\] refers"),
     "in anyOf": ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "itself"),
-    "what is required": ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "No finite value"),
+    "what is required": (
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        "No finite value",
+    ),
     "an item": (
         {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "$defs": {"a": {"$ref": "#"}}},
         "No f",
@@ -100,7 +112,11 @@ def test_schemas_without_an_end_are_refused(name: str) -> None:
 
 
 def test_recursion_that_ends_is_kept_to(vocabulary: SmallVocabulary) -> None:
-    node = {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["n"]}
+    node = {
+        "type": "object",
+        "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["n"],
+    }
     assert reachable(vocabulary, node, '{"n":{"n":null}}')
     assert not reachable(vocabulary, node, '{"n":{"n":1}}')
 

@@ -26,7 +26,11 @@ START, END = [90, 91], [92, 93, 94]
 @pytest.fixture(scope="module")
 def llm(tiny_model: Callable[..., Path]) -> Iterator[LLM]:
     with LLM(
-        str(tiny_model("llama")), enforce_eager=True, max_model_len=256, num_gpu_blocks_override=200, block_size=16
+        str(tiny_model("llama")),
+        enforce_eager=True,
+        max_model_len=256,
+        num_gpu_blocks_override=200,
+        block_size=16,
     ) as llm:
         yield llm
 
@@ -51,7 +55,12 @@ def test_a_token_on_which_a_condition_fails_is_no_part_of_the_output() -> None:
     params = SamplingParams()
     request = Request(
         EngineRequest(
-            request_id="r", prompt_token_ids=[5], sampling_params=params, max_tokens=8, seed=0, arrival_time=0.0
+            request_id="r",
+            prompt_token_ids=[5],
+            sampling_params=params,
+            max_tokens=8,
+            seed=0,
+            arrival_time=0.0,
         )
     )
     request.stop_conditions.append(Failing())
@@ -70,7 +79,9 @@ def test_a_token_on_which_a_condition_fails_is_no_part_of_the_output() -> None:
 def test_repetition_stops_at_the_first_token_that_completes_it(
     token_ids: list[int], smallest: int, more: int, min_count: int, min_tokens: int
 ) -> None:
-    params = RepetitionDetection(min_pattern_size=smallest, max_pattern_size=smallest + more, min_count=min_count)
+    params = RepetitionDetection(
+        min_pattern_size=smallest, max_pattern_size=smallest + more, min_count=min_count
+    )
     detector = RepetitionDetector(params, min_tokens)
     for count in range(1, len(token_ids) + 1):
         stop = detector.append(token_ids[count - 1])
@@ -103,7 +114,9 @@ def allowed(budget: ThinkingBudget, drafts: list[int]) -> list[int | None]:
 
 @pytest.mark.parametrize("limit", [0, 1, 5])
 @pytest.mark.parametrize("opens_in_prompt", [True, False])
-def test_the_closing_tag_is_forced_after_the_budget_and_nothing_else(limit: int, opens_in_prompt: bool) -> None:
+def test_the_closing_tag_is_forced_after_the_budget_and_nothing_else(
+    limit: int, opens_in_prompt: bool
+) -> None:
     prompt = [3, *START] if opens_in_prompt else [3]
     budget = ThinkingBudget(limit, START, END, prompt)
     text = [*([] if opens_in_prompt else [4, *START]), *([8] * limit)]
@@ -132,7 +145,12 @@ def test_a_thought_that_ends_by_itself_is_left_alone_and_the_next_one_has_a_budg
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_thinking_ends_within_its_budget_in_the_engine(llm: LLM, temperature: float) -> None:
     params = SamplingParams(
-        temperature=temperature, seed=1, max_tokens=60, thinking_budget=9, ignore_eos=True, skip_special_tokens=False
+        temperature=temperature,
+        seed=1,
+        max_tokens=60,
+        thinking_budget=9,
+        ignore_eos=True,
+        skip_special_tokens=False,
     )
     closing = llm.get_tokenizer().encode("</think>", add_special_tokens=False)
     [thinking] = llm.generate("Hello <think>", params)
@@ -143,8 +161,12 @@ def test_best_of_gives_the_likeliest_completions_best_first(llm: LLM) -> None:
     base: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 6, "ignore_eos": True}
     [every] = llm.generate("Hello", SamplingParams(n=6, logprobs=0, **base))
     [best] = llm.generate("Hello", SamplingParams(n=2, best_of=6, **base))
-    expected = sorted(every.outputs, key=lambda completion: -float(completion.cumulative_logprob or math.nan))[:2]
-    assert [completion.token_ids for completion in best.outputs] == [completion.token_ids for completion in expected]
+    expected = sorted(
+        every.outputs, key=lambda completion: -float(completion.cumulative_logprob or math.nan)
+    )[:2]
+    assert [completion.token_ids for completion in best.outputs] == [
+        completion.token_ids for completion in expected
+    ]
     assert [completion.index for completion in best.outputs] == [0, 1]
     assert [completion.cumulative_logprob for completion in best.outputs] == pytest.approx(
         [completion.cumulative_logprob for completion in expected], rel=1e-5

@@ -1,4 +1,5 @@
-"""Structured output end to end, on a small random model: whatever it is, what comes out keeps to the structure."""
+"""Structured output end to end, on a small random model:
+whatever it is, what comes out keeps to the structure."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ CHOICES = ["red", "green", "grün\n"]
 @pytest.fixture(scope="module")
 def llm(tiny_model: Callable[..., Path]) -> Iterator[LLM]:
     with LLM(
-        str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=200, block_size=16
+        str(tiny_model("llama")),
+        enforce_eager=True,
+        max_model_len=512,
+        num_gpu_blocks_override=200,
+        block_size=16,
     ) as llm:
         yield llm
 
@@ -54,7 +59,9 @@ def text_of(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
-def test_layers_that_forget_write_what_those_write_that_keep_everything(tiny_model: Callable[..., Path]) -> None:
+def test_layers_that_forget_write_what_those_write_that_keep_everything(
+    tiny_model: Callable[..., Path],
+) -> None:
     """A model with windows of 16 tokens, and answers of several windows, drafted in part by the grammar."""
     model = str(tiny_model("qwen2-window", sliding_window=16))
     settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 8}
@@ -112,7 +119,9 @@ def test_finished_outputs_keep_to_their_structure_whatever_the_sampling(llm: LLM
 
 
 def test_the_structure_has_the_last_word_over_min_tokens_and_bad_words(llm: LLM) -> None:
-    [output] = generate(llm, params(StructuredOutputs(choice=["red"]), min_tokens=50, bad_words=["red", "r", "re"]))
+    [output] = generate(
+        llm, params(StructuredOutputs(choice=["red"]), min_tokens=50, bad_words=["red", "r", "re"])
+    )
     assert text_of(output) == "red"
     assert output.outputs[0].finish_reason == "stop"
 
@@ -131,7 +140,9 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
 @pytest.mark.slow
 def test_neighbours_generate_what_they_generate_alone(llm: LLM) -> None:
     plain = [
-        params(None, max_tokens=30, seed=seed, temperature=temperature) for seed in (1, 2) for temperature in (0, 1)
+        params(None, max_tokens=30, seed=seed, temperature=temperature)
+        for seed in (1, 2)
+        for temperature in (0, 1)
     ]
     alone = [generate(llm, one)[0].outputs[0].token_ids for one in plain]
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
@@ -153,7 +164,8 @@ def test_a_structured_output_is_the_same_alone_or_in_a_batch_with_n(llm: LLM) ->
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_num_batched_tokens": 9}, {"num_gpu_blocks_override": 13, "max_num_seqs": 6, "max_model_len": 180}]
+    "limits",
+    [{"max_num_batched_tokens": 9}, {"num_gpu_blocks_override": 13, "max_num_seqs": 6, "max_model_len": 180}],
 )
 def test_chunks_and_preemptions_change_nothing(
     tiny_model: Callable[..., Path], llm: LLM, limits: dict[str, int]

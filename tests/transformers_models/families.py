@@ -36,16 +36,31 @@ ROUTED = {
     "n_group": 2,
     "topk_group": 1,
 }
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 LATENT_SHAPE = {**ROUTED, **LATENT, "num_key_value_heads": 4, "head_dim": 8, "rope_parameters": ROPE}
-GEMMA4 = {**WINDOWED, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+GEMMA4 = {
+    **WINDOWED,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 GPT_OSS = {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": ROPE}
 LLAMA4 = {**EXPERTS, "attention_chunk_size": 8, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}
 TYPES = ["sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "llama": ({}, BOTH_BIASES, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "gemma2": (WINDOWED, {**WINDOWED, "attn_logit_softcapping": 5.0}, {**WINDOWED, "query_pre_attn_scalar": 5}),
+    "gemma2": (
+        WINDOWED,
+        {**WINDOWED, "attn_logit_softcapping": 5.0},
+        {**WINDOWED, "query_pre_attn_scalar": 5},
+    ),
     "gemma3_text": (
         WINDOWED,
         {**WINDOWED, "num_hidden_layers": 7},
@@ -60,7 +75,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "olmo2": ({}, {"attention_bias": True}, {"num_key_value_heads": 4}),
     "olmo3": (WINDOWED, {**WINDOWED, "num_hidden_layers": 5}, {"sliding_window": 3}),
     "glm4": ({}, {"attention_bias": True}, {"partial_rotary_factor": 1.0}),
-    "glm4_moe": (ROUTED, {**ROUTED, "use_qk_norm": True}, {**ROUTED, "attention_bias": True, "n_shared_experts": 2}),
+    "glm4_moe": (
+        ROUTED,
+        {**ROUTED, "use_qk_norm": True},
+        {**ROUTED, "attention_bias": True, "n_shared_experts": 2},
+    ),
     "qwen3_moe": (
         {**EXPERTS, "moe_intermediate_size": 16},
         {**EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True},
@@ -69,10 +88,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "gpt_oss": (GPT_OSS, {**GPT_OSS, "num_hidden_layers": 4}, {**GPT_OSS, "num_experts_per_tok": 1}),
     "granite": (
         {},
-        {"attention_multiplier": 0.2, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+        {
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+        },
         {"attention_bias": True, "tie_word_embeddings": True},
     ),
-    "cohere2": ({**WINDOWED, "logit_scale": 0.25}, {**WINDOWED, "num_hidden_layers": 5}, {"sliding_window": 3}),
+    "cohere2": (
+        {**WINDOWED, "logit_scale": 0.25},
+        {**WINDOWED, "num_hidden_layers": 5},
+        {"sliding_window": 3},
+    ),
     "starcoder2": ({}, WINDOWED, {"use_bias": False}),
     "gpt_neox": ({}, {"use_parallel_residual": False}, {"rotary_pct": 0.5}),
     "gpt2": ({}, {"scale_attn_by_inverse_layer_idx": True}, {"tie_word_embeddings": True}),
@@ -83,7 +111,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "mixtral": (EXPERTS, {**EXPERTS, **WINDOWED}, {**EXPERTS, "num_experts_per_tok": 1}),
     "phimoe": (EXPERTS, {**EXPERTS, "lm_head_bias": True}, {**EXPERTS, "attention_bias": True}),
-    "exaone4": (WINDOWED, {"sliding_window": 5, "sliding_window_pattern": 2}, {**WINDOWED, "num_hidden_layers": 5}),
+    "exaone4": (
+        WINDOWED,
+        {"sliding_window": 5, "sliding_window_pattern": 2},
+        {**WINDOWED, "num_hidden_layers": 5},
+    ),
     "ministral3": (
         {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
         {},
@@ -115,13 +147,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def save_model(directory: Path, model_type: str, differences: dict[str, Any], seed: int = 0) -> Path:
-    """Write a seeded float32 model as save_pretrained does. Norms, biases, sinks and routers are random too."""
+    """Write a seeded float32 model as save_pretrained does.
+    Norms, biases, sinks and routers are random too."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps({**SHAPE, **differences})))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+    state = {
+        **dict(model.named_parameters()),
+        **{n: b for n, b in model.named_buffers() if n in model.state_dict()},
+    }
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(state.items()):

@@ -20,7 +20,14 @@ from minivllm.simulation.ranks import communicators, virtual_llm
 from minivllm.transformers_models.describe.config import read_transformers_config
 from minivllm.transformers_models.describe.names import iterate_parameters
 from minivllm.transformers_models.model import TransformersModel
-from tests.executor.test_divided_models import PACKED, PROMPTS, answers, arguments, assert_divided, random_adapter
+from tests.executor.test_divided_models import (
+    PACKED,
+    PROMPTS,
+    answers,
+    arguments,
+    assert_divided,
+    random_adapter,
+)
 from tests.transformers_models.families import save_model
 from tests.transformers_models.test_regions import checked, cut_model, step
 
@@ -147,14 +154,18 @@ def test_workers_give_the_tokens_of_one(tiny_model: TinyModel, family: str) -> N
 
 
 CASES = [
-    pytest.param(family, size, marks=() if (family, size) in (("olmo2", 2), ("qwen3_moe", 2)) else pytest.mark.slow)
+    pytest.param(
+        family, size, marks=() if (family, size) in (("olmo2", 2), ("qwen3_moe", 2)) else pytest.mark.slow
+    )
     for family in CUT
     for size in (2, 3)
 ]
 
 
 @pytest.mark.parametrize(("family", "size"), CASES)
-def test_parts_are_cut_where_workers_exchange_and_compute_the_whole(family: str, size: int, tmp_path: Path) -> None:
+def test_parts_are_cut_where_workers_exchange_and_compute_the_whole(
+    family: str, size: int, tmp_path: Path
+) -> None:
     """As transformers' layers, and as regions, which are given what they declare."""
     directory = save_model(tmp_path, family, {**UNEVEN, **CUT[family]})
     expected = {count: results(divided(directory, 1), count)[0] for count in (9, 1)}
@@ -173,14 +184,18 @@ def test_parts_are_cut_where_workers_exchange_and_compute_the_whole(family: str,
                 assert model._traced is not None
                 asked.append(regions)
             assert len({len(regions) for regions in asked}) == 1
-            assert repr([region.inputs for region in asked[0]]) != repr([region.inputs for region in asked[-1]])
+            assert repr([region.inputs for region in asked[0]]) != repr(
+                [region.inputs for region in asked[-1]]
+            )
         for count, (logits, hidden) in expected.items():
             for own_logits, own_hidden in results(models, count):
                 torch.testing.assert_close(own_logits, logits, atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(own_hidden, hidden, atol=1e-4, rtol=1e-4)
 
 
-def test_two_layers_in_one_are_divided_each_by_its_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_layers_in_one_are_divided_each_by_its_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import Phi3Config
 
     packed = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -195,7 +210,10 @@ def test_heads_and_caches_are_divided_in_whole_groups(tmp_path: Path) -> None:
     """Also where the plan gathers queries and keys, since their norms see all of them."""
     for family in ("llama", "olmo2"):
         parts = divided(save_model(tmp_path / family, family, UNEVEN), 2, load=False)
-        assert [[layer.query_shape for layer in part.layers] for part in parts] == [[(2, 2, 16)] * 2, [(1, 2, 16)] * 2]
+        assert [[layer.query_shape for layer in part.layers] for part in parts] == [
+            [(2, 2, 16)] * 2,
+            [(1, 2, 16)] * 2,
+        ]
         assert [part.cache_specs[0].kv_heads for part in parts] == [2, 1]
 
 
@@ -231,12 +249,16 @@ def test_stored_formats_are_divided_as_they_are(tiny_model: TinyModel, tmp_path:
 
 def test_adapters_are_divided_as_the_layers_are(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Of linear layers whose outputs are put together again, too."""
-    one = arguments(tiny_model("olmo2-biases", **MODELS["olmo2-biases"]), model_impl="transformers", enable_lora=True)
+    one = arguments(
+        tiny_model("olmo2-biases", **MODELS["olmo2-biases"]), model_impl="transformers", enable_lora=True
+    )
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     def tokens(llm: LLM, adapter: LoRARequest | None) -> list[Any]:
         adapters = None if adapter is None else [adapter, None, adapter]
-        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, lora_request=adapters)]
+        return [
+            output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, lora_request=adapters)
+        ]
 
     with LLM(**one) as llm:
         [shapes] = llm.llm_engine.client.call("collective_rpc", "adapter_shapes", [])
@@ -312,13 +334,17 @@ def test_a_wrong_plan_is_refused_before_weights_are_read(
     assert len(set(refused)) == 1, "all workers, for the same reason, or some would wait for the others"
 
 
-def test_heads_that_a_module_takes_for_granted_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_a_module_takes_for_granted_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     forward = LlamaAttention.forward
 
     def takes_for_granted(self: Any, hidden_states: Tensor, **given: Any) -> Any:
-        self.q_proj(hidden_states).view(*hidden_states.shape[:2], self.config.num_attention_heads, self.head_dim)
+        self.q_proj(hidden_states).view(
+            *hidden_states.shape[:2], self.config.num_attention_heads, self.head_dim
+        )
         return forward(self, hidden_states, **given)
 
     monkeypatch.setattr(LlamaAttention, "forward", takes_for_granted)
@@ -346,10 +372,25 @@ def test_a_model_without_a_plan_for_its_layers_is_refused(
 @pytest.mark.parametrize(
     ("family", "overrides", "size", "message"),
     [
-        ("gpt_oss", {"num_local_experts": 4}, 2, f"{NO_PLAN}|{NO_LAYER}"),  # the plan depends on transformers' version
-        ("llama", {**UNEVEN, "num_key_value_heads": 2}, 3, "has 2 KV heads, which more workers can only share evenly"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 4},
+            2,
+            f"{NO_PLAN}|{NO_LAYER}",
+        ),  # the plan depends on transformers' version
+        (
+            "llama",
+            {**UNEVEN, "num_key_value_heads": 2},
+            3,
+            "has 2 KV heads, which more workers can only share evenly",
+        ),
         ("llama", {**UNEVEN, "intermediate_size": 64}, 3, "has 64 values, in units of 32: use 2 or less"),
-        ("llama", {**UNEVEN, "vocab_size": 100}, 3, "the vocabulary has 100 values, in units of 64: use 2 or less"),
+        (
+            "llama",
+            {**UNEVEN, "vocab_size": 100},
+            3,
+            "the vocabulary has 100 values, in units of 64: use 2 or less",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -1,7 +1,9 @@
-"""Stored formats, rounding, speculation, cut prompts, preemption and embeddings over the layers of transformers.
+"""Stored formats, rounding, speculation, cut prompts,
+preemption and embeddings over the layers of transformers.
 
-Every case pairs one format with one family and one way for requests to be cut. The second half runs on the regions that
-a traced model is cut into, uncompiled. The judge is transformers with the values that are stored.
+Every case pairs one format with one family and one way for requests to be cut. The second half runs on the
+regions that a traced model is cut into, uncompiled. The judge is transformers with the values that are
+stored.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ STORED = [
     pytest.param("granite", WIDE, "gptq", {"bits": 8}, WAYS[1], False, id="gptq 8 bits, n-grams"),
     pytest.param("seed_oss", WIDE, "gptq", {}, SUFFIX, True, id="gptq in regions, suffixes"),
     pytest.param("qwen3_moe", EXPERTS, "awq", {}, SHORT, True, id="experts of awq in regions, short steps"),
-    pytest.param("olmo2", WIDE, "fp8", {"kind": "row"}, {"async_scheduling": True}, True, id="fp8 in regions, async"),
-    pytest.param("granite", WIDE, "fp8", {"kind": "block"}, WAYS[0], True, id="fp8 blocks in regions, preemption"),
+    pytest.param(
+        "olmo2", WIDE, "fp8", {"kind": "row"}, {"async_scheduling": True}, True, id="fp8 in regions, async"
+    ),
+    pytest.param(
+        "granite", WIDE, "fp8", {"kind": "block"}, WAYS[0], True, id="fp8 blocks in regions, preemption"
+    ),
 ]
 
 

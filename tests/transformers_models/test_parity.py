@@ -1,7 +1,9 @@
-"""Models that transformers computes give transformers' own tokens and probabilities, with the whole engine around them.
+"""Models that transformers computes give transformers' own tokens and probabilities,
+with the whole engine around them.
 
-The judge is the same model run by transformers alone: eager attention, float32, the whole text in one pass. Three
-configurations of every family, and one way for requests to be cut, preempted and guessed ahead for each.
+The judge is the same model run by transformers alone: eager attention, float32, the whole text in one pass.
+Three configurations of every family, and one way for requests to be cut, preempted and guessed ahead for
+each.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from tests.parity_reference import run, tiny_llm
 from tests.transformers_models.families import FAMILIES, VOCAB, save_model
 
 CORE = ("gemma3_text", "gpt2", "gpt_oss", "granite", "llama4_text", "mixtral")
-"""Between them: windows, transposed weights, sinks, multipliers, chunks, experts that are merged on the way."""
+"""Between them: windows, transposed weights, sinks, multipliers, chunks,
+experts that are merged on the way."""
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"max_num_batched_tokens": 11, "num_gpu_blocks_override": 1 + 12},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "max_num_batched_tokens": 24},
     {"max_num_batched_tokens": 5, "max_num_seqs": 3, "block_size": 16},
 )
-"""Prompt chunks in a pool so small that requests are preempted; guesses that are verified; steps of a few tokens."""
+"""Prompt chunks in a pool so small that requests are preempted; guesses that are verified;
+steps of a few tokens."""
 
 COMPILED = [pytest.param("llama", 1), pytest.param("gemma3_text", 2)]
 """One kind of layer, and two; their regions are compiled, which takes minutes."""
@@ -42,7 +46,9 @@ def reference(directory: Path) -> Any:
     """The model as transformers runs it."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model
@@ -76,7 +82,9 @@ def test_a_model_of_transformers_gives_its_own_tokens_and_probabilities(
         expected = logprobs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:], dtype=torch.int64)]
         torch.testing.assert_close(own, expected, atol=3e-5, rtol=1e-5)
     metrics = llm.get_metrics()
-    if [pool.name for pool in metrics.kv_cache_pools] == ["full attention"]:  # what windows hold is less, or forgotten
+    if [pool.name for pool in metrics.kv_cache_pools] == [
+        "full attention"
+    ]:  # what windows hold is less, or forgotten
         assert any(output.num_cached_tokens for output in again)
         assert "num_gpu_blocks_override" not in way or metrics.num_preemptions > 0
     assert "speculative_config" not in way or metrics.num_drafts > 0

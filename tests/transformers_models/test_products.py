@@ -54,7 +54,8 @@ def test_weights_of_eight_bits_are_those_that_rounding_gives(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ADAPTED)
 def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path: Path) -> None:
-    """Also where layers have other names, and where PEFT notes that the base model stores its weights transposed."""
+    """Also where layers have other names,
+    and where PEFT notes that the base model stores its weights transposed."""
     differences: dict[str, Any] = {"ffn_dim": 96} if family == "opt" else {}
     directory = save_model(tmp_path / "model", family, {**WIDE, **differences})
     model, generator = reference(directory), torch.Generator().manual_seed(0)
@@ -65,7 +66,10 @@ def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path:
         is_transposed = type(part).__name__ == "Conv1D"
         rows, columns = reversed(part.weight.shape) if is_transposed else part.weight.shape
         a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((4, columns), (rows, 4)))
-        state |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        state |= {
+            f"base_model.model.{module}.lora_A.weight": a,
+            f"base_model.model.{module}.lora_B.weight": b,
+        }
         updates[module] = (2 * b @ a).T if is_transposed else 2 * b @ a
     assert len(updates) == 6
     adapter = tmp_path / "adapter"
@@ -84,7 +88,9 @@ def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path:
         for prompt, answer in zip(prompts()[places], answers[places]):
             given = list(answer.outputs[0].token_ids)
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + given]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+                logits = model(torch.tensor([prompt + given]), use_cache=False).logits[
+                    0, len(prompt) - 1 : -1
+                ]
             assert given == logits.argmax(-1).tolist()
 
     expect(slice(1, None, 2))

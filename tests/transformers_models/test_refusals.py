@@ -33,7 +33,9 @@ def write_config(directory: Path, model_type: str | None, **entries: Any) -> Pat
 
 def new_model(directory: Path) -> TransformersModel:
     config = read_transformers_config(directory)
-    return TransformersModel(config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=64)
+    return TransformersModel(
+        config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,16 +73,21 @@ def test_a_bias_for_distances_is_refused_by_its_name(model_type: str, tmp_path: 
 
 def test_tokens_behind_the_query_are_refused(tmp_path: Path) -> None:
     config = read_transformers_config(write_config(tmp_path, "bert"))
-    with pytest.raises(ModelError, match="its attention mask is neither causal, nor a sliding window, nor in chunks"):
+    with pytest.raises(
+        ModelError, match="its attention mask is neither causal, nor a sliding window, nor in chunks"
+    ):
         build_architecture(config, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "gptj", "jamba", "mamba", "rwkv", "xlstm"])
 def test_attention_and_state_of_its_own_are_refused(model_type: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"attention interface|keep another state|keeps another state|cannot run on|must be a whole"
+        ModelError,
+        match=r"attention interface|keep another state|keeps another state|cannot run on|must be a whole",
     ):
-        config = read_transformers_config(write_config(tmp_path, model_type, **OWN_ATTENTION.get(model_type, {})))
+        config = read_transformers_config(
+            write_config(tmp_path, model_type, **OWN_ATTENTION.get(model_type, {}))
+        )
         build_architecture(config, torch.float32, CPU)
 
 
@@ -103,7 +110,10 @@ def test_the_table_decides_and_the_user_may(tmp_path: Path) -> None:
     [
         (lambda state: state.pop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
         (lambda state: state.update({"model.extra": torch.zeros(3)}), "holds tensor 'model.extra', which"),
-        (lambda state: state.update({"model.norm.weight": torch.zeros(5)}), r"shape \[5\], but .* calls for \[32\]"),
+        (
+            lambda state: state.update({"model.norm.weight": torch.zeros(5)}),
+            r"shape \[5\], but .* calls for \[32\]",
+        ),
         (lambda state: state.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "do not make up"),
     ],
 )
@@ -143,7 +153,12 @@ def test_layers_that_would_mix_requests_are_refused(broken: str, tmp_path: Path)
     ("model_type", "architecture", "value", "why"),
     [
         ("llama", "LlamaForCausalLM", "minivllm", "its decoder knows this family"),
-        ("starcoder2", "Starcoder2ForCausalLM", "transformers", "minivllm's own decoder does not know Starcoder2"),
+        (
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            "transformers",
+            "minivllm's own decoder does not know Starcoder2",
+        ),
         ("olmoe", "OlmoeForCausalLM", "transformers", "minivllm's own decoder does not know Olmoe"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", None, "keep another state than keys and values"),
         ("nobodys", "NobodysForCausalLM", None, "which neither minivllm nor transformers knows"),

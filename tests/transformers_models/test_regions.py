@@ -32,7 +32,8 @@ REGIONS = {
     "opt": (3, 3, 3),
     "smollm3": (3, 4, 3),
 }
-"""Regions of each configuration: first, last, and one for every pair of neighbours that is unlike the others."""
+"""Regions of each configuration:
+first, last, and one for every pair of neighbours that is unlike the others."""
 
 QUICK = {*((family, 1) for family in REGIONS), ("opt", 2)}
 """The last one's head is narrower than its layers."""
@@ -46,7 +47,9 @@ CASES = [
 
 def load(directory: Path) -> TransformersModel:
     config = read_transformers_config(directory)
-    model = TransformersModel(config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=64)
+    model = TransformersModel(
+        config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=64
+    )
     model.load_weights(iterate_parameters(directory, model.names, None))
     return model
 

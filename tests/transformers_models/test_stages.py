@@ -79,4 +79,6 @@ def test_stages_in_processes_have_their_own_layers_only(tiny_model: TinyModel, t
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, family: str, message: str) -> None:
     directory = save_model(tmp_path, family, {})
     with pytest.raises(ConfigError, match=message):
-        virtual_llm(**arguments(directory, model_impl="transformers", load_format="dummy", pipeline_parallel_size=2))
+        virtual_llm(
+            **arguments(directory, model_impl="transformers", load_format="dummy", pipeline_parallel_size=2)
+        )

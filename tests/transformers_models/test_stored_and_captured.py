@@ -1,6 +1,7 @@
 """Compressed checkpoints, structured output and graphs of steps over the layers of transformers.
 
-The judge of stored formats is transformers with the values that are stored. Graphs are noted and repeated on a CPU.
+The judge of stored formats is transformers with the values that are stored.
+Graphs are noted and repeated on a CPU.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ COMPRESSED = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        "granite", WIDE, group("int-quantized", weights(8, "channel"), inputs=PER_TOKEN), {}, True, 5e-2, id="w8a8"
+        "granite",
+        WIDE,
+        group("int-quantized", weights(8, "channel"), inputs=PER_TOKEN),
+        {},
+        True,
+        5e-2,
+        id="w8a8",
     ),
     pytest.param(
         "olmo2",
@@ -73,15 +80,29 @@ COMPRESSED = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        "granite", WIDE, group("float-quantized", weights(8, "block", "float")), {}, True, 1e-3, id="fp8 blocks"
+        "granite",
+        WIDE,
+        group("float-quantized", weights(8, "block", "float")),
+        {},
+        True,
+        1e-3,
+        id="fp8 blocks",
     ),
-    pytest.param("qwen3_moe", EXPERTS, group("pack-quantized", weights()), SHORT, True, 1e-3, id="int4 experts"),
+    pytest.param(
+        "qwen3_moe", EXPERTS, group("pack-quantized", weights()), SHORT, True, 1e-3, id="int4 experts"
+    ),
 ]
 
 
 @pytest.mark.parametrize(("family", "shape", "form", "way", "cuts", "slack"), COMPRESSED)
 def test_compressed_tensors_are_multiplied_as_their_values_are(
-    family: str, shape: dict[str, Any], form: Settings, way: dict[str, Any], cuts: bool, slack: float, tmp_path: Path
+    family: str,
+    shape: dict[str, Any],
+    form: Settings,
+    way: dict[str, Any],
+    cuts: bool,
+    slack: float,
+    tmp_path: Path,
 ) -> None:
     source = save_model(tmp_path / "source", family, shape)
     stored, plain, _ = compressed_copy(source, tmp_path, [form], ["lm_head"], all_but_the_head)
@@ -93,7 +114,9 @@ def test_compressed_tensors_are_multiplied_as_their_values_are(
 
 @pytest.mark.parametrize("cuts", [False, True], ids=["modules", "regions"])
 def test_experts_in_mxfp4_are_multiplied_as_their_values_are(cuts: bool, tmp_path: Path) -> None:
-    source = save_model(tmp_path / "source", "gpt_oss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 64})
+    source = save_model(
+        tmp_path / "source", "gpt_oss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 64}
+    )
     stored, plain = gpt_oss_copies(source, tmp_path)
     llm = tiny_llm(stored, model_impl="transformers", max_model_len=64, max_num_batched_tokens=11)
     if cuts:
@@ -110,7 +133,9 @@ SCHEMA: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("settings", [{"async_scheduling": True}, WAYS[1]], ids=["async", "n-grams"])
-def test_structures_hold_the_rows_that_have_one_and_no_others(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_structures_hold_the_rows_that_have_one_and_no_others(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     directory = save_model(tmp_path, "olmo2", {"vocab_size": 416})
     save_word_tokenizer(directory)
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=128, **settings)
@@ -138,7 +163,9 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
     def make(directory: Path, mode: str, cuts: bool, **settings: Any) -> LLM:
         backend = f"{FlexAttention.__module__}:{FlexAttention.__name__}"
-        llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, attention_backend=backend, **settings)
+        llm = tiny_llm(
+            directory, model_impl="transformers", max_model_len=64, attention_backend=backend, **settings
+        )
         if cuts:
             use_regions(llm)
         with torch.inference_mode():

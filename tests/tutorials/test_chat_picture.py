@@ -30,6 +30,8 @@ def test_the_picture_shows_questions_statistics_and_the_trace(
 
 
 def test_the_readmes_picture_is_one_of_these() -> None:
-    words = words_of((Path(__file__).parents[2] / "tutorials" / "pictures" / "chat.svg").read_text(encoding="utf-8"))
+    words = words_of(
+        (Path(__file__).parents[2] / "tutorials" / "pictures" / "chat.svg").read_text(encoding="utf-8")
+    )
     for part in ("minivllmchat", "WhatisthecapitalofFrance", "ofbandwidthbound", ">/trace"):
         assert part in words

@@ -1,4 +1,5 @@
-"""The figures and charts of the documents are those of the reports that are kept; new reports take their place."""
+"""The figures and charts of the documents are those of the reports that are kept;
+new reports take their place."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tutorials import speed_picture
 
 
 def report(side: str, speed: float, calibration: float = 1.0) -> Report:
-    first = Measurement(case="decode", side="minivllm", metric="speed", unit="tok/s", better="higher", samples=[10.0])
+    first = Measurement(
+        case="decode", side="minivllm", metric="speed", unit="tok/s", better="higher", samples=[10.0]
+    )
     other = msgspec.structs.replace(first, side=side, samples=[speed, 3 * speed, speed])
     return Report(
         schema_version=2,
@@ -23,7 +26,9 @@ def report(side: str, speed: float, calibration: float = 1.0) -> Report:
         versions={"torch": "1.2", "vllm": None},
         configuration={"sides": {"minivllm": {}, side: {"version": "7"}}},
         measurements=[first, other],
-        comparisons=[Comparison("decode", "speed", "minivllm", side, 10 / speed, 1.0, 3.0, calibration=calibration)],
+        comparisons=[
+            Comparison("decode", "speed", "minivllm", side, 10 / speed, 1.0, 3.0, calibration=calibration)
+        ],
     )
 
 
@@ -62,5 +67,6 @@ def test_a_new_report_brings_its_machine_its_command_and_its_medians(tmp_path: P
     speed_picture.draw([read, report("hare", 40.0)], tmp_path / "chart.svg")
     chart = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     assert all(
-        f">{words}<" in chart for words in ("slowpoke", "hare", "40 tok/s", "3 cores of abacus (beads, no bfloat16)")
+        f">{words}<" in chart
+        for words in ("slowpoke", "hare", "40 tok/s", "3 cores of abacus (beads, no bfloat16)")
     )

@@ -1,4 +1,5 @@
-"""The tutorials run, their claims hold, their exercises have solutions that work, and they read as promised."""
+"""The tutorials run, their claims hold, their exercises have solutions that work,
+and they read as promised."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()
 ISOLATED = {"10", "11", "14", "A"}
-"""Run in processes of their own: they start processes, add to the table of families, or Dynamo looks into __main__."""
+"""Run in processes of their own:
+they start processes, add to the table of families, or Dynamo looks into __main__."""
 COMPILED = {"A"}
 """Run the default engine, whose first start compiles for about a minute."""
 
@@ -119,7 +121,9 @@ def test_checking_chapters_reports_each_and_an_unknown_one_is_named() -> None:
         "from rich.console import Console; from tutorials.__main__ import chapters, check_chapters;"
         "raise SystemExit(check_chapters(Console(), chapters()[4:5], None))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent
+    )
     assert result.returncode == 0, result.stderr
     assert re.search(r"05\s+passed", result.stdout)
     refused = run("tutorials", "--run", "99")
@@ -134,14 +138,18 @@ def test_a_wrong_prediction_fails_the_chapter(tmp_path: Path) -> None:
         "lesson.predict('tokens', 3, 'a guess')\n"
         "lesson.measure('tokens', 4)\n"
     )
-    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, cwd=FOLDER.parent
+    )
     assert result.returncode != 0
     assert "PredictionFailed: tokens: predicted 3, measured 4." in result.stderr
 
 
 def test_ctrl_c_and_a_directory_that_cannot_be_written_show_no_traceback(tmp_path: Path) -> None:
     program = "import tutorials, torch; raise KeyboardInterrupt"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent
+    )
     assert result.returncode != 0 and result.stderr == ""
     (tmp_path / "file").touch()
     refused = run("tutorials.t05_unified_scheduler", "--save", str(tmp_path / "file"))
@@ -171,7 +179,9 @@ def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
     text = chapter.path.read_text(encoding="utf-8")
     doc = ast.get_docstring(ast.parse(text))
     assert doc is not None
-    assert re.fullmatch(r"(\d\d|[A-Z]) · [^:]+: .+\.", doc.splitlines()[0]), "first line: number · name: idea."
+    assert re.fullmatch(r"(\d\d|[A-Z]) · [^:]+: .+\.", doc.splitlines()[0]), (
+        "first line: number · name: idea."
+    )
     assert len(doc.splitlines()) > 2, "the docstring says what the chapter is about"
     cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
     prose = [cell for cell in cells if cell.startswith(" [markdown]")]
@@ -207,6 +217,8 @@ def test_the_names_that_chapters_register_are_names_that_can_be_registered() -> 
 def test_a_chapter_uses_the_engine_itself(chapter: Chapter) -> None:
     tree = ast.parse(chapter.path.read_text(encoding="utf-8"))
     imported = {
-        node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+        node.module.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
     }
     assert imported & {"minivllm", "kernels_triton_free"}

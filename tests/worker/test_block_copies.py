@@ -1,4 +1,5 @@
-"""Blocks of the KV cache are copied whole, whatever their layout, before anything in a step writes into the cache."""
+"""Blocks of the KV cache are copied whole, whatever their layout,
+before anything in a step writes into the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ K_STRIPS, V_STRIPS = strip_shapes(64, 2, 32, torch.bfloat16)
         (K_STRIPS, torch.bfloat16),
         (V_STRIPS, torch.bfloat16),
     ],
-    ids=["plain", "8 bits, finer", "8 bits, coarser", "values that the keys hold", "strips of K", "strips of V"],
+    ids=[
+        "plain",
+        "8 bits, finer",
+        "8 bits, coarser",
+        "values that the keys hold",
+        "strips of K",
+        "strips of V",
+    ],
 )
 def test_whole_blocks_are_copied_bit_by_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """All sources are read before any target is written: block 3 is both."""
@@ -74,14 +82,18 @@ def worker_of(llm: LLM) -> Any:
     return llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
 
 
-def test_every_layer_of_a_group_has_the_copy_and_layers_of_other_groups_have_not(tiny_model: TinyModel) -> None:
+def test_every_layer_of_a_group_has_the_copy_and_layers_of_other_groups_have_not(
+    tiny_model: TinyModel,
+) -> None:
     model = tiny_model("qwen2-window", num_hidden_layers=4, sliding_window=16)
     with tiny_llm(model) as llm:
         llm.generate([{"prompt_token_ids": random_prompts((60,))[0]}], use_tqdm=False)
         runner = worker_of(llm).runner
         before = [[tensor.clone() for tensor in cache[:2]] for cache in runner.model.caches]
         with torch.inference_mode():
-            runner.copy_blocks([BlockCopy(group=1, source=1, target=7), BlockCopy(group=1, source=2, target=9)])
+            runner.copy_blocks(
+                [BlockCopy(group=1, source=1, target=7), BlockCopy(group=1, source=2, target=9)]
+            )
         for layer, (cache, old) in enumerate(zip(runner.model.caches, before)):
             is_copied = layer in runner.limits.groups[1].layers
             for tensor, its_old in zip(cache[:2], old):

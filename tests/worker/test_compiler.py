@@ -78,7 +78,10 @@ def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) ->
 def test_regions_with_equal_code_do_not_compile_each_other_again(traced_only: None) -> None:
     compiler = RegionCompiler(enabled=True)
     count = torch._dynamo.config.recompile_limit + 3
-    regions = [compiler(region_of(partial(scaled, float(index)), (ROWS, 4), (4, 3 + index))) for index in range(count)]
+    regions = [
+        compiler(region_of(partial(scaled, float(index)), (ROWS, 4), (4, 3 + index)))
+        for index in range(count)
+    ]
     x = torch.randn(5, 4)
     before = graphs()
     for _ in range(3):
@@ -129,13 +132,17 @@ def test_a_single_row_has_code_of_its_own_where_it_is_asked_for(traced_only: Non
     assert graphs() == before + 2
 
 
-def test_code_of_other_bounds_is_not_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_other_bounds_is_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inductor's cache would find it, and its bounds would break those of the new sizes."""
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     for most in (16, 64, 16):
         torch._dynamo.reset()
-        region = RegionCompiler(enabled=True, most={"rows": most})(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
+        region = RegionCompiler(enabled=True, most={"rows": most})(
+            region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3))
+        )
         for rows in (5, most):
             x, weight = torch.randn(rows, 4), torch.randn(4, 3)
             torch.testing.assert_close(region(x, weight), x @ weight * 2.0)
@@ -165,7 +172,9 @@ def test_compilations_after_freeze_are_counted_once_and_reported(
     assert "compiled again after warm-up (1 so far)" in warning
 
 
-def test_without_a_compiler_there_is_a_reason_and_with_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_is_a_reason_and_with_a_gpu_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     reason = cannot_compile_reason(CPU)
@@ -210,7 +219,9 @@ def test_inductor_is_told_of_a_compiler_it_would_not_look_for(monkeypatch: pytes
         assert config.cpp.cxx == ("clang++",)
 
 
-def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_code_is_kept_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
     assert cache_directory() == tmp_path / "given" and packages_directory() == tmp_path / "given" / "regions"
@@ -226,7 +237,9 @@ def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(find_cpp_compiler() is None, reason="no C++ compiler")
-def test_without_a_place_for_compiled_code_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_place_for_compiled_code_there_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
     assert cannot_compile_reason(CPU) is None
@@ -239,7 +252,9 @@ def test_without_a_place_for_compiled_code_there_is_a_reason(monkeypatch: pytest
     assert reason is not None and "Not a directory" in reason and "set MINIVLLM_HOME" in reason
 
 
-def test_less_exact_products_are_not_advised_and_other_warnings_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_exact_products_are_not_advised_and_other_warnings_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch._inductor.compile_fx as inductor
 
     def warn(graph: object, example_inputs: object) -> None:
@@ -252,8 +267,11 @@ def test_less_exact_products_are_not_advised_and_other_warnings_are_passed_on(mo
     assert [str(one.message) for one in told] == ["something else"]
 
 
-def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of one process share the source lines of their regions, by which Dynamo remembers sizes it has seen."""
+def test_sizes_of_another_engine_do_not_become_dynamic(
+    traced_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of one process share the source lines of their regions,
+    by which Dynamo remembers sizes it has seen."""
     widths: list[list[object]] = []
 
     def record(graph: torch.fx.GraphModule, example_inputs: list) -> Callable:

@@ -19,7 +19,8 @@ NUM_SLOTS, VOCABULARY = 6, 32
 
 
 class Mirror(LogitsProcessor):
-    """Follows the updates step by step, strictly, and writes what it believes of every row into its logits."""
+    """Follows the updates step by step, strictly,
+    and writes what it believes of every row into its logits."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.rows: list[tuple[int, list[int]] | None] = []
@@ -80,7 +81,9 @@ def test_rows_belong_to_the_requests_whatever_comes_goes_and_is_asked_for(data: 
             slot = data.draw(st.sampled_from(free))
             lengths[slot] = data.draw(st.integers(0, 3))
             names[slot] = number if action == "add" else None
-            stage.add(slot, request(extra_args={"name": number} if action == "add" else None), [7] * lengths[slot])
+            stage.add(
+                slot, request(extra_args={"name": number} if action == "add" else None), [7] * lengths[slot]
+            )
         elif names and action == "remove":
             slot = data.draw(st.sampled_from(sorted(names)))
             del names[slot], lengths[slot]
@@ -97,7 +100,9 @@ def test_rows_belong_to_the_requests_whatever_comes_goes_and_is_asked_for(data: 
             if concerned:
                 logits = torch.full((len(asked), VOCABULARY), -1.0)
                 stage.apply(logits, slots)
-                believed = [(-1, -1) if names[slot] is None else (names[slot], lengths[slot]) for slot in asked]
+                believed = [
+                    (-1, -1) if names[slot] is None else (names[slot], lengths[slot]) for slot in asked
+                ]
                 assert [tuple(row) for row in logits[:, :2].int().tolist()] == believed
 
 
@@ -111,7 +116,9 @@ class Raise(Mirror):
 def test_custom_processors_come_before_penalties() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((1, VOCABULARY), generator=generator)
-    logits[0, 5] = logits.amax() + 0.5  # token 5 was said: of a logit above 10 a penalty of 1.2 takes 2 at least
+    logits[0, 5] = (
+        logits.amax() + 0.5
+    )  # token 5 was said: of a logit above 10 a penalty of 1.2 takes 2 at least
     chosen = []
     for is_raised in (False, True):
         state = SamplingState(NUM_SLOTS, VOCABULARY, "cpu")

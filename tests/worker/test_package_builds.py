@@ -1,4 +1,5 @@
-"""Builds in child processes: what they say, what they hold open, and what becomes of them when their parent ends."""
+"""Builds in child processes: what they say, what they hold open,
+and what becomes of them when their parent ends."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_a_child_in_the_background_and_its_own_children_yield(tmp_path: Path) ->
     def note(name: str) -> None:
         group = Path("/proc/self/autogroup")
         own = group.read_text() if group.is_file() else f"nice {NICENESS}"
-        (tmp_path / name).write_text(f"{os.sched_getscheduler(0) == os.SCHED_OTHER} {os.nice(0)} {own.split()[-1]}")
+        (tmp_path / name).write_text(
+            f"{os.sched_getscheduler(0) == os.SCHED_OTHER} {os.nice(0)} {own.split()[-1]}"
+        )
 
     def work() -> None:
         note("outer")
@@ -129,9 +132,12 @@ def start_parent(directory: Path, how: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "end"), [("foreground", signal.SIGKILL), ("foreground", signal.SIGINT), ("background", signal.SIGKILL)]
+    ("how", "end"),
+    [("foreground", signal.SIGKILL), ("foreground", signal.SIGINT), ("background", signal.SIGKILL)],
 )
-def test_builders_and_their_compilers_end_with_a_parent_that_is_killed(tmp_path: Path, how: str, end: int) -> None:
+def test_builders_and_their_compilers_end_with_a_parent_that_is_killed(
+    tmp_path: Path, how: str, end: int
+) -> None:
     parent = start_parent(tmp_path, how)
     wait_until(lambda: list(tmp_path.glob("*.pids")), "nothing was ever built")
     time.sleep(0.1)
@@ -142,7 +148,9 @@ def test_builders_and_their_compilers_end_with_a_parent_that_is_killed(tmp_path:
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".pids"]
 
 
-def test_builds_that_are_left_are_finished_and_hold_nothing_open_of_a_process_that_is_over(tmp_path: Path) -> None:
+def test_builds_that_are_left_are_finished_and_hold_nothing_open_of_a_process_that_is_over(
+    tmp_path: Path,
+) -> None:
     """As in ``minivllm chat -p hi | tail``: the pipe ends with the process."""
     parent = start_parent(tmp_path, "leave")
     assert parent.communicate(timeout=120) == ("ready\n", "") and parent.returncode == 0
@@ -157,7 +165,10 @@ def test_nothing_is_left_of_a_child_that_is_not_asked_about_again(leave: Callabl
     assert child.is_running()
     before = {process.pid for process in psutil.Process().children()}
     leave(child)
-    wait_until(lambda: len({process.pid for process in psutil.Process().children()}) < len(before), "a zombie is left")
+    wait_until(
+        lambda: len({process.pid for process in psutil.Process().children()}) < len(before),
+        "a zombie is left",
+    )
 
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The persistent batch follows random streams of differences as a model that rebuilds everything each step."""
+"""The persistent batch follows random streams of differences as a model that rebuilds everything each
+step."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class NaiveScheduler:
             request.blocks += blocks
             request.num_computed = rng.randint(0, len(request.tokens))
             cached.append(
-                CachedRequestData(request_id=name, new_block_ids=(blocks,), num_computed_tokens=request.num_computed)
+                CachedRequestData(
+                    request_id=name, new_block_ids=(blocks,), num_computed_tokens=request.num_computed
+                )
             )
         if entering:
             for name, request in self.requests.items():
@@ -69,7 +72,10 @@ class NaiveScheduler:
                     request.num_computed = 0
                     cached.append(
                         CachedRequestData(
-                            request_id=name, new_block_ids=(list(request.blocks),), num_computed_tokens=0, resumed=True
+                            request_id=name,
+                            new_block_ids=(list(request.blocks),),
+                            num_computed_tokens=0,
+                            resumed=True,
                         )
                     )
             if len(self.running()) < MAX_SEQS and rng.random() < 0.6:
@@ -89,7 +95,8 @@ class NaiveScheduler:
         )
 
     def pages_for(self, num_tokens: int) -> list[int]:
-        """Pages of a request that enters: a prefix shared with one that runs, then free ones, as many as there are."""
+        """Pages of a request that enters:
+        a prefix shared with one that runs, then free ones, as many as there are."""
         needed = -(-num_tokens // PAGE_SIZE)
         shared: list[int] = []
         if self.running() and self.rng.random() < 0.5:
@@ -103,7 +110,9 @@ def check(batch: PersistentBatch, requests: dict[str, NaiveRequest]) -> None:
     assert batch.requests.keys() == requests.keys()
     running = {name: request for name, request in requests.items() if request.blocks is not None}
     slots = [batch.requests[name].slot for name in running]
-    assert len(slots) == len(set(slots)) and all(0 <= slot < MAX_SEQS for slot in slots), "slots are never shared"
+    assert len(slots) == len(set(slots)) and all(0 <= slot < MAX_SEQS for slot in slots), (
+        "slots are never shared"
+    )
     assert all(batch.requests[name].slot == -1 for name in requests.keys() - running.keys())
     for name, naive in requests.items():
         own = batch.requests[name]
@@ -116,7 +125,9 @@ def check(batch: PersistentBatch, requests: dict[str, NaiveRequest]) -> None:
         assert batch.groups[0].block_table.host[own.slot, : len(naive.blocks)].tolist() == naive.blocks
         for index, page in enumerate(naive.blocks):
             expected = list(range(index * PAGE_SIZE, (index + 1) * PAGE_SIZE))
-            assert batch.groups[0].kv_position.host[page].tolist() == expected, "each slot knows the position it holds"
+            assert batch.groups[0].kv_position.host[page].tolist() == expected, (
+                "each slot knows the position it holds"
+            )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -147,7 +158,9 @@ def test_random_differences_leave_what_a_naive_model_says(seed: int) -> None:
 def test_after_all_requests_left_every_slot_is_free_again() -> None:
     batch = PersistentBatch(3, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     for _ in range(3):
-        batch.apply(SchedulerOutput(new_requests=[new_request(f"r{i}", [1, 2], [i + 1], 0) for i in range(3)]))
+        batch.apply(
+            SchedulerOutput(new_requests=[new_request(f"r{i}", [1, 2], [i + 1], 0) for i in range(3)])
+        )
         assert sorted(request.slot for request in batch.requests.values()) == [0, 1, 2]
         finish_all(batch)
         assert batch.requests == {}
@@ -167,7 +180,9 @@ def test_a_page_knows_its_position_again_when_it_is_reused_at_another_place_of_a
     for blocks in ([7], [3, 7], [3, 5, 7], [7, 3]):
         batch.apply(SchedulerOutput(new_requests=[new_request("a", [1] * 10, blocks, 0)]))
         for index, page in enumerate(blocks):
-            assert batch.groups[0].kv_position.host[page].tolist() == [index * PAGE_SIZE + i for i in range(PAGE_SIZE)]
+            assert batch.groups[0].kv_position.host[page].tolist() == [
+                index * PAGE_SIZE + i for i in range(PAGE_SIZE)
+            ]
         finish_all(batch)
 
 

@@ -1,4 +1,5 @@
-"""Embeddings are the pooled hidden states of transformers (float32), whatever chunks, cache and neighbours do."""
+"""Embeddings are the pooled hidden states of transformers (float32), whatever chunks,
+cache and neighbours do."""
 
 from __future__ import annotations
 
@@ -33,20 +34,27 @@ def reference_embedding(directory: Path, prompt: list[int], params: PoolingParam
     return vector / vector.norm() if params.normalize else vector
 
 
-def embed(llm: LLM, prompts: list[list[int]], params: PoolingParams | None = None) -> tuple[list[Tensor], list[int]]:
+def embed(
+    llm: LLM, prompts: list[list[int]], params: PoolingParams | None = None
+) -> tuple[list[Tensor], list[int]]:
     """Vectors, and how many prompt tokens came from the prefix cache."""
     outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [torch.tensor(output.embedding) for output in outputs], [output.num_cached_tokens for output in outputs]
+    return [torch.tensor(output.embedding) for output in outputs], [
+        output.num_cached_tokens for output in outputs
+    ]
 
 
 def assert_equal_reference(directory: Path, vectors: list[Tensor], params: PoolingParams) -> None:
     for vector, prompt in zip(vectors, PROMPTS):
-        torch.testing.assert_close(vector, reference_embedding(directory, prompt, params), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            vector, reference_embedding(directory, prompt, params), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_by_layers_that_forget(tiny_model: TinyModel, pooling: str) -> None:
-    """Texts of up to four windows, in chunks, and again from the cache where the pooling reads only the end."""
+    """Texts of up to four windows, in chunks,
+    and again from the cache where the pooling reads only the end."""
     model = tiny_model("qwen2-window", sliding_window=2 * BLOCK_SIZE)
     params = PoolingParams(pooling=pooling, normalize=False)
     with tiny_llm(model, max_num_batched_tokens=7) as llm:
@@ -60,7 +68,9 @@ def test_embeddings_by_layers_that_forget(tiny_model: TinyModel, pooling: str) -
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}])
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied"])
-def test_embeddings_equal_pooled_hidden_states(tiny_model: TinyModel, family: str, settings: dict[str, Any]) -> None:
+def test_embeddings_equal_pooled_hidden_states(
+    tiny_model: TinyModel, family: str, settings: dict[str, Any]
+) -> None:
     model = tiny_model(family)
     caches = settings.get("enable_prefix_caching", True)
     with tiny_llm(model, **settings) as llm:
@@ -72,7 +82,9 @@ def test_embeddings_equal_pooled_hidden_states(tiny_model: TinyModel, family: st
                     assert_equal_reference(model, vectors, params)
                 # The last state needs only the last token; a mean needs them all.
                 reads = caches and pooling == "last"
-                assert num_cached == [(len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE if reads else 0 for p in PROMPTS]
+                assert num_cached == [
+                    (len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE if reads else 0 for p in PROMPTS
+                ]
         assert_pool_unused(llm)
         assert not runner_of(llm)._pooler._sums
 
@@ -98,7 +110,8 @@ def test_embedding_and_generating_share_a_batch(tiny_model: TinyModel) -> None:
 
 
 def test_a_preempted_mean_starts_over(tiny_model: TinyModel) -> None:
-    """Texts that grow take the blocks of means that are being computed: what is preempted counts no token twice."""
+    """Texts that grow take the blocks of means that are being computed:
+    what is preempted counts no token twice."""
     model = tiny_model("llama")
     params = PoolingParams(pooling="mean", normalize=False)
     text, prompt = random_prompts((6, 36))
@@ -109,7 +122,9 @@ def test_a_preempted_mean_starts_over(tiny_model: TinyModel) -> None:
         engine.submit(engine.prepare("text", {"prompt_token_ids": text}, growing))
         for _ in range(6):
             engine.step()
-        engine.submit(engine.prepare("vector", {"prompt_token_ids": prompt}, SamplingParams(), pooling=params))
+        engine.submit(
+            engine.prepare("vector", {"prompt_token_ids": prompt}, SamplingParams(), pooling=params)
+        )
         finished = {}
         while engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in engine.step() if output.finished}
@@ -147,6 +162,8 @@ def test_what_cannot_be_embedded_is_refused(tiny_model: TinyModel) -> None:
     with tiny_llm(tiny_model("llama")) as llm:
         with pytest.raises(RequestError, match=r"Prompt 1: The prompt has 129 tokens.* max_model_len is 128"):
             llm.embed([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5] * 129}])
-        with pytest.raises(RequestError, match="The pooling parameters are 'mean', but must be a PoolingParams"):
+        with pytest.raises(
+            RequestError, match="The pooling parameters are 'mean', but must be a PoolingParams"
+        ):
             llm.embed("Hello", "mean")  # type: ignore[arg-type]
         assert llm.get_metrics().num_steps == 0

@@ -1,4 +1,5 @@
-"""Packaged regions: built once, the same results as eager, found again, and rebuilt when they are not sound."""
+"""Packaged regions: built once, the same results as eager, found again,
+and rebuilt when they are not sound."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collects what would be built, without building it."""
     started: list[str] = []
-    monkeypatch.setattr(region_packages.PackageBuilds, "start", lambda self, name, build: started.append(name))
+    monkeypatch.setattr(
+        region_packages.PackageBuilds, "start", lambda self, name, build: started.append(name)
+    )
     return started
 
 
@@ -174,7 +177,10 @@ def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path:
     compiler = PackagedRegionCompiler(directory)
     region = compiler(declared(single=1))
     compiler.build()
-    assert sorted(path.name.split("-")[0] for path in directory.iterdir()) == ["transform", "transform_of_one_row"]
+    assert sorted(path.name.split("-")[0] for path in directory.iterdir()) == [
+        "transform",
+        "transform_of_one_row",
+    ]
     with torch.inference_mode():
         for rows in (1, 2, 9):
             x, pair, cache = arguments(rows, seed=rows)
@@ -207,14 +213,19 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(
     region = compiler(declare(reads_words=True))
     assert compiler.rows.few == 4
     compiler.build()
-    # Some of these have equal code: one build emptied a file that another was packing, which did not load then.
+    # Some of these have equal code: one build emptied a file that another was packing,
+    # which did not load then.
     assert not list(shared.rglob("*wrapper*")) and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
     words = torch.arange(16.0)
     with torch.inference_mode():
         for tokens, picked, expected in [(1, 1, 1), (4, 4, 4), (4, 3, 0), (5, 4, 0), (2, 2, 0)]:
             x, rows = torch.randn(tokens, 16), torch.randint(tokens, (picked,))
             for call, fixed in ((region, expected), (plain, expected % 4)):
-                for y, code in (call(x, rows, words), bound(call, words)(x, rows), bound(call, rows, words)(x)):
+                for y, code in (
+                    call(x, rows, words),
+                    bound(call, words)(x, rows),
+                    bound(call, rows, words)(x),
+                ):
                     assert torch.equal(y, x[rows] + words) and code.item() == fixed
 
 
@@ -262,7 +273,9 @@ def test_products_over_packed_weights_run_inside_a_package_without_python(
 
     compiler = PackagedRegionCompiler(tmp_path / "regions")
     x_spec = TensorSpec((Size("rows", 5), 32), torch.bfloat16, CPU)
-    region = compiler(Region("product", product, {"x": x_spec, "packed": specs_of(packed), "bias": specs_of(bias)}))
+    region = compiler(
+        Region("product", product, {"x": x_spec, "packed": specs_of(packed), "bias": specs_of(bias)})
+    )
     compiler.build()
     with torch.inference_mode():
         calls: list[str] = []
@@ -318,7 +331,9 @@ def generated_code_of_attention(tmp_path: Path) -> str:
     attention = torch.compile(partial(paged_flex_attention, scale=1.0), fullgraph=True)
     positions = Bounds(torch.full((3, 1), 5, dtype=torch.int32)), torch.arange(128, dtype=torch.int32)
     with torch.inference_mode(), fresh_inductor_cache(dir=str(tmp_path)):
-        _, codes = run_and_get_code(attention, torch.randn(3, 2, 4, 8), cache, cache.clone(), lists, *positions)
+        _, codes = run_and_get_code(
+            attention, torch.randn(3, 2, 4, 8), cache, cache.clone(), lists, *positions
+        )
     return "\n".join(codes)
 
 
@@ -367,7 +382,9 @@ def test_a_damaged_package_is_deleted_and_built_again(
     assert "damaged" in caplog.text and not copy.exists()
 
 
-def test_a_sound_file_that_is_no_package_is_built_again(built: Path, tmp_path: Path, no_build: list[str]) -> None:
+def test_a_sound_file_that_is_no_package_is_built_again(
+    built: Path, tmp_path: Path, no_build: list[str]
+) -> None:
     (package,) = built.iterdir()
     key = package.stem.rpartition("-")[0]
     impostor = tmp_path / f"{key}-{region_packages._hash_of(b'text')}.pt2"
@@ -379,7 +396,9 @@ def test_a_sound_file_that_is_no_package_is_built_again(built: Path, tmp_path: P
     assert no_build == ["transform"] and not impostor.exists()
 
 
-def test_other_constants_shapes_sources_and_settings_are_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_constants_shapes_sources_and_settings_are_other_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def key(name: str = "a", constants: int = 1, *specs: TensorSpec) -> str:
         return package_key(Region(name, transform, {"x": specs}, constants))
 
@@ -389,7 +408,14 @@ def test_other_constants_shapes_sources_and_settings_are_other_packages(monkeypa
         return TensorSpec(shape, dtype, CPU, strides)
 
     rows = Size("rows", 5)
-    keys = {key(), key("b"), key("a", 2), key("a", 1, spec(4)), key("a", 1, spec(4), spec(4)), key("a", 1, spec(5))}
+    keys = {
+        key(),
+        key("b"),
+        key("a", 2),
+        key("a", 1, spec(4)),
+        key("a", 1, spec(4), spec(4)),
+        key("a", 1, spec(5)),
+    }
     keys |= {key("a", 1, spec(rows)), key("a", 1, TensorSpec((4,), torch.float64, CPU))}
     keys.add(key("a", 1, spec(4, strides=(2,))))
     assert key("a", 1, spec(Size("other rows", 7))) in keys, "a dynamic size serves all sizes"
@@ -403,7 +429,9 @@ def test_packages_whose_sources_regions_are_made_of_are_there(name: str) -> None
     assert list((Path(minivllm.__file__).parent / name).glob("*.py"))
 
 
-def test_a_package_is_not_used_for_other_constants_or_other_declarations(built: Path, no_build: list[str]) -> None:
+def test_a_package_is_not_used_for_other_constants_or_other_declarations(
+    built: Path, no_build: list[str]
+) -> None:
     compiler = PackagedRegionCompiler(built)
     for region in (declared(), declared(3.0), declared(dtype=torch.float64)):
         compiler(region)
@@ -414,9 +442,18 @@ def test_a_package_is_not_used_for_other_constants_or_other_declarations(built: 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda x, pair, cache: (x.double(), pair, cache), r"float32 cpu \[\*,16\] contiguous in x, .*float64"),
-        (lambda x, pair, cache: (torch.cat([x, x], 1)[:, ::2], pair, cache), r"in x, but was given .* strides"),
-        (lambda x, pair, cache: (x, Pair(pair.scale[:8].clone(), pair.shift), cache), r"\[16\] .* in pair.*\[8\]"),
+        (
+            lambda x, pair, cache: (x.double(), pair, cache),
+            r"float32 cpu \[\*,16\] contiguous in x, .*float64",
+        ),
+        (
+            lambda x, pair, cache: (torch.cat([x, x], 1)[:, ::2], pair, cache),
+            r"in x, but was given .* strides",
+        ),
+        (
+            lambda x, pair, cache: (x, Pair(pair.scale[:8].clone(), pair.shift), cache),
+            r"\[16\] .* in pair.*\[8\]",
+        ),
         (lambda x, pair, cache: (x, pair), "takes 4 tensors, but was given 3"),
     ],
 )
@@ -449,9 +486,15 @@ def test_code_that_would_only_serve_some_sizes_is_not_packaged(
     region = PackagedRegionCompiler(tmp_path)(
         Region("branches", branches, {"x": TensorSpec((Size("rows", 5), 4), torch.float32, CPU)})
     )
-    with caplog.at_level(logging.WARNING), torch.inference_mode(), pytest.raises(Exception, match="Constraint"):
+    with (
+        caplog.at_level(logging.WARNING),
+        torch.inference_mode(),
+        pytest.raises(Exception, match="Constraint"),
+    ):
         region(torch.ones(5, 4))  # torch.compile, which takes over, refuses it as well
-    assert not no_build and "restricted dimension 0" in caplog.text and "torch.compile takes over" in caplog.text
+    assert (
+        not no_build and "restricted dimension 0" in caplog.text and "torch.compile takes over" in caplog.text
+    )
 
 
 @needs_compiler
@@ -474,7 +517,9 @@ def test_a_failed_build_leaves_the_region_to_torch_compile(
     assert "torch.compile takes over" in caplog.text
 
 
-def test_a_folder_that_takes_no_trial_of_instructions_does_not_end_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_no_trial_of_instructions_does_not_end_a_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")
 
@@ -499,14 +544,18 @@ with torch.inference_mode():
     print(region(*arguments(7))[0].abs().sum().item())
 """
     processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     results = [process.communicate(timeout=300) for process in processes]
     assert len({out for out, _ in results}) == 1 and float(results[0][0]) > 0, results
     assert all(process.returncode == 0 for process in processes)
     (path,) = tmp_path.iterdir()  # later processes waited for the first, and have built nothing
-    assert path.suffix == ".pt2" and path.stem.rpartition("-")[2] == region_packages._hash_of(path.read_bytes())
+    assert path.suffix == ".pt2" and path.stem.rpartition("-")[2] == region_packages._hash_of(
+        path.read_bytes()
+    )
 
 
 @needs_compiler

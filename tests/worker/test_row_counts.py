@@ -23,7 +23,9 @@ def test_a_padded_step_has_code_and_no_more_rows_than_that_takes(rows: RowCounts
 
 
 @given(COUNTS, st.integers(1, 40), st.data())
-def test_one_picked_row_has_code_only_in_a_step_of_one(rows: RowCounts, tokens: int, data: st.DataObject) -> None:
+def test_one_picked_row_has_code_only_in_a_step_of_one(
+    rows: RowCounts, tokens: int, data: st.DataObject
+) -> None:
     padded = rows.of_step(tokens)
     picked = rows.of_pick(data.draw(st.integers(1, tokens)), padded)
     assert picked <= padded and (picked == 1) == (padded == 1)

@@ -34,7 +34,10 @@ GREEDY = {"temperature": 0.0}
 
 
 def make_request(
-    prompt: tuple[int, ...] = (5, 6, 7), seed: int = 0, bad_words: list[list[int]] | None = None, **params: Any
+    prompt: tuple[int, ...] = (5, 6, 7),
+    seed: int = 0,
+    bad_words: list[list[int]] | None = None,
+    **params: Any,
 ) -> EngineRequest:
     return EngineRequest(
         request_id="r",
@@ -56,7 +59,11 @@ class Bench:
     """A sampler with requests at slots 0, 1, …"""
 
     def __init__(
-        self, vocab_size: int, *requests: EngineRequest, outputs: tuple[int, ...] = (), masks: Sequence[Any] = ()
+        self,
+        vocab_size: int,
+        *requests: EngineRequest,
+        outputs: tuple[int, ...] = (),
+        masks: Sequence[Any] = (),
     ) -> None:
         self.state = SamplingState(max(len(requests), 1) + 1, vocab_size, "cpu")
         for slot, request in enumerate(requests):
@@ -110,7 +117,11 @@ class OnlyShort(RegionCompiler):
     """Leaves the truncated draw uncompiled, which takes a CPU's compiler a minute."""
 
     def __call__(self, region: Region) -> Callable[..., torch.Tensor]:
-        return region.function if region.name in ("keys of logits", "truncated draw") else super().__call__(region)
+        return (
+            region.function
+            if region.name in ("keys of logits", "truncated draw")
+            else super().__call__(region)
+        )
 
 
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
@@ -142,7 +153,9 @@ def test_draws_that_nothing_edits_are_compiled_on_a_gpu() -> None:
 def test_slots_are_interchangeable_and_positions_may_be_a_tensor():
     logits = random_logits(1, 200)
     first, second = Bench(200, make_request(seed=9)), Bench(200, GREEDY_REQUEST, make_request(seed=9))
-    assert first.sample(logits) == second.sample(logits, slots=[1], positions=torch.tensor([3], dtype=torch.int32))
+    assert first.sample(logits) == second.sample(
+        logits, slots=[1], positions=torch.tensor([3], dtype=torch.int32)
+    )
 
 
 GREEDY_REQUEST = make_request(**GREEDY)
@@ -168,9 +181,11 @@ class EveryThird:
 
 
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-def test_draws_that_nothing_edits_are_compiled_on_a_cpu(regions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those that are drawn uncompiled, whatever is beside them; only edited rows, and those that need more
-    candidates, take the way they always took."""
+def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
+    regions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are those that are drawn uncompiled, whatever is beside them; only edited rows, and those that
+    need more candidates, take the way they always took."""
     vocab_size, dtype = 3 * 512, torch.bfloat16
     requests = [variety_request(index) for index in (0, 1, 2, 3, 5, 12, 8)]
     requests += [make_request(seed=3, temperature=30.0, top_p=0.99), make_request(seed=4, top_k=1500)]
@@ -219,7 +234,11 @@ def test_compiled_code_finds_the_first_of_the_greatest_logits(regions: Path) -> 
             logits[:, torch.randperm(vocab_size, generator=generator)[:1000]] = -torch.inf
             wide = torch.cat([logits, logits], 1)
             expected = [row.index(max(row)) for row in logits.tolist()]
-            for given_logits in (logits, logits.float(), wide[:, :vocab_size]):  # only the first are what was declared
+            for given_logits in (
+                logits,
+                logits.float(),
+                wide[:, :vocab_size],
+            ):  # only the first are what was declared
                 assert bench.sample(given_logits) == expected
         for unusable in (-torch.inf, torch.nan):
             logits[0] = unusable
@@ -256,7 +275,12 @@ def test_greedy_rows_take_the_argmax_of_untouched_logits():
 
 
 def test_only_greedy_rows_that_nothing_edits_need_no_stage():
-    params = [*VARIETY, {**GREEDY, "logprobs": 0}, {**GREEDY, "logit_bias": {3: 1.0}}, {**GREEDY, "min_tokens": 4}]
+    params = [
+        *VARIETY,
+        {**GREEDY, "logprobs": 0},
+        {**GREEDY, "logit_bias": {3: 1.0}},
+        {**GREEDY, "min_tokens": 4},
+    ]
     bench = Bench(64, *(make_request(seed=1, **own) for own in params))
     assert not bench.state.is_plain[-1], "an empty slot"
     assert bench.state.is_plain[: len(params)].tolist() == [own == GREEDY for own in params]
@@ -378,7 +402,9 @@ REQUESTS = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=st.lists(REQUESTS, min_size=1, max_size=4), seed=st.integers(0, 10**6), preempt=st.integers(0, 9))
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=4), seed=st.integers(0, 10**6), preempt=st.integers(0, 9)
+)
 def test_greedy_generation_matches_plain_python_across_preemption(requests, seed, preempt):
     bench = Bench(12, *requests)
     references = [PlainPython(request) for request in requests]
@@ -552,7 +578,9 @@ def test_logprobs_are_those_of_the_raw_logits_for_rows_that_asked():
 def test_named_logprobs_replace_the_likeliest_of_their_row_alone() -> None:
     """Ties have equal ranks, and an id may be named twice."""
     named = [59, 3, 3, 17]
-    bench = Bench(60, make_request(logprob_token_ids=named, allowed_token_ids=[3], **GREEDY), make_request(logprobs=2))
+    bench = Bench(
+        60, make_request(logprob_token_ids=named, allowed_token_ids=[3], **GREEDY), make_request(logprobs=2)
+    )
     logits = random_logits(2, 60)
     logits[0, 17] = logits[0, 59]
     result = bench.sampler(logits, np.arange(2), np.full(2, 3))
@@ -561,7 +589,9 @@ def test_named_logprobs_replace_the_likeliest_of_their_row_alone() -> None:
     reference = torch.log_softmax(logits[0].double(), -1)
     assert one.token_ids == [3, *named]
     assert one.logprobs == pytest.approx([float(reference[token]) for token in one.token_ids], abs=1e-5)
-    assert [one.rank, *one.other_ranks] == [1 + int((reference > reference[token]).sum()) for token in one.token_ids]
+    assert [one.rank, *one.other_ranks] == [
+        1 + int((reference > reference[token]).sum()) for token in one.token_ids
+    ]
     assert_same_logprobs(other, expected_logprobs(logits[1], int(result.token_ids[1]), 2))
     bench.state.remove(0)
     assert bench.state.logprob_token_ids == {}

@@ -1,4 +1,5 @@
-"""Graphs on a CPU: the recorder replays what CUDA would over the same static buffers, and tokens must not change."""
+"""Graphs on a CPU: the recorder replays what CUDA would over the same static buffers,
+and tokens must not change."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_writes_in_place_are_replayed() -> None:
 
 @given(st.lists(st.integers(-5, 5), min_size=0, max_size=6))
 def test_what_runs_between_segments_runs_anew_in_its_place(factors: list[int]) -> None:
-    """A chain of captured and eager multiplications equals the plain chain, whatever the eager ones multiply by now."""
+    """A chain of captured and eager multiplications equals the plain chain,
+    whatever the eager ones multiply by now."""
     now = list(factors)
     x, middle = torch.ones(2), [torch.zeros(2) for _ in factors]
     with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
@@ -112,7 +114,10 @@ def test_a_cuda_graph_that_is_empty_is_left_out_without_a_warning(monkeypatch: p
 
         def replay(self) -> None: ...
 
-    empty = "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device."
+    empty = (
+        "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+        "device."
+    )
     for name, stand_in in {"Stream": object, "CUDAGraph": Graph, "graph_pool_handle": object}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
@@ -137,14 +142,18 @@ def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_ba
     assert tokens[-1] == max(2, min(512, max_num_batched_tokens))
     for size in range(1, max_num_seqs + 1):
         bucket = bucket_for(size, decodes)
-        assert bucket is not None and bucket < max(2 * size, size + 32) and bucket_for(bucket, attention) is not None
+        assert (
+            bucket is not None
+            and bucket < max(2 * size, size + 32)
+            and bucket_for(bucket, attention) is not None
+        )
     assert bucket_for(max_num_seqs + 1, decodes) is None
 
 
 @pytest.fixture
 def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """An uncompiled engine with graphs that takes the choices of a GPU. Its attention reads the lists of blocks as
-    there: the usual reference loops over requests in Python, which no graph can repeat."""
+    """An uncompiled engine with graphs that takes the choices of a GPU. Its attention reads the lists of
+    blocks as there: the usual reference loops over requests in Python, which no graph can repeat."""
     for module in (kernels_triton_free.attention, minivllm.attention.tiles):
         monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
@@ -161,7 +170,14 @@ def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 
 
 def tiny_llm(model: Path, **arguments: Any) -> LLM:
-    return LLM(str(model), dtype="float32", enforce_eager=True, num_gpu_blocks_override=24, block_size=16, **arguments)
+    return LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        num_gpu_blocks_override=24,
+        block_size=16,
+        **arguments,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,7 +185,10 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
     with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path], mode: str
 ) -> None:
     choose = random.Random(0)
-    prompts = [{"prompt_token_ids": [choose.randrange(3, 200) for _ in range(choose.randint(1, 40))]} for _ in range(7)]
+    prompts = [
+        {"prompt_token_ids": [choose.randrange(3, 200) for _ in range(choose.randint(1, 40))]}
+        for _ in range(7)
+    ]
     params = [
         SamplingParams(temperature=temperature, seed=index, max_tokens=3 + index, ignore_eos=True)
         for index, temperature in zip(range(7), itertools.cycle((0.0, 0.8)))
@@ -182,9 +201,15 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
         replays = runner.graphs.num_replays
         assert {choice.kind for choice in replays} == (
-            {"full"} if mode == "full_decode" else {"piecewise"} if mode == "piecewise" else {"full", "piecewise"}
+            {"full"}
+            if mode == "full_decode"
+            else {"piecewise"}
+            if mode == "piecewise"
+            else {"full", "piecewise"}
         )
-        assert all(choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full")
+        assert all(
+            choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full"
+        )
         num_layers = len(runner.model.layers)
         for captured, num_graphs in ((runner.graphs._full, 1), (runner.graphs._piecewise, num_layers)):
             assert all(one.capture.num_graphs == num_graphs for one in captured.values())

@@ -35,7 +35,9 @@ GIB = 2**30
 def write_system_files(root: Path, *, available: int | None = None, **group: str) -> Path:
     if available is not None:
         (root / "proc").mkdir()
-        (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:   {available // 1024} kB\nX: 1 kB\n")
+        (root / "proc/meminfo").write_text(
+            f"MemTotal: 99999999 kB\nMemAvailable:   {available // 1024} kB\nX: 1 kB\n"
+        )
     if group:
         (root / "sys/fs/cgroup").mkdir(parents=True)
         for name, text in group.items():
@@ -155,7 +157,9 @@ def test_random_overlapping_writes_leave_the_last_value_whatever_the_order_of_th
         assert np.array_equal(table.device.numpy(), table.host)
         if sent:
             places, values = sent[0].tolist(), sent[1].tolist()
-            assert len(set(zip(places, values))) == len(set(places)), "a place that is sent twice carries one value"
+            assert len(set(zip(places, values))) == len(set(places)), (
+                "a place that is sent twice carries one value"
+            )
 
 
 def test_fields_of_a_staging_buffer_do_not_overlap_and_reach_the_device() -> None:
@@ -220,7 +224,9 @@ SHAPES = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), min_size
 
 
 @given(SHAPES, st.sampled_from([torch.int8, torch.bfloat16, torch.float64]), st.booleans())
-def test_copies_of_weights_are_theirs_alone(shapes: list[list[int]], dtype: torch.dtype, is_transposed: bool) -> None:
+def test_copies_of_weights_are_theirs_alone(
+    shapes: list[list[int]], dtype: torch.dtype, is_transposed: bool
+) -> None:
     weights, generator = WeightMemory(), torch.Generator().manual_seed(0)
     with mock.patch.object(memory, "CHUNK_BYTES", 2**20):
         originals, copies = [], []

@@ -24,11 +24,12 @@ AnyRow = TypeVar("AnyRow", bound=Countable)
 
 
 def in_step_order(rows: Sequence[AnyRow], verify_size: int) -> tuple[list[AnyRow], int, int]:
-    """The order of rows in every step: those with a single token, those with few, those with several (prompt chunks).
+    """The order of rows in every step:
+    those with a single token, those with few, those with several (prompt chunks).
 
-    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). A row with runs is a
-    prompt chunk however short it is: attention of drafts relies on it that no query sees a later one. Returns (rows,
-    how many have a single token, how many have few).
+    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). A row with
+    runs is a prompt chunk however short it is: attention of drafts relies on it that no query sees a later
+    one. Returns (rows, how many have a single token, how many have few).
     """
     single = [row for row in rows if row.count == 1]
     if len(single) == len(rows):

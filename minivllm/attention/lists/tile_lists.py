@@ -1,31 +1,33 @@
 """Which blocks each query tile reads: wholly visible ones, and partial ones, which are masked inside.
 
-All queries of the tile see all of a block that is *wholly visible*. The lists call it ``full``, as FlexAttention does;
-elsewhere a full block is one whose cache slots are all filled.
+All queries of the tile see all of a block that is *wholly visible*. The lists call it ``full``, as
+FlexAttention does; elsewhere a full block is one whose cache slots are all filled.
 
-A small step as a worked example. Blocks hold 4 tokens, prompt chunks are cut into tiles of 4 queries, and the requests
-in batch slots 0 to 2 own these blocks (block 5 is shared through the prefix cache):
+A small step as a worked example. Blocks hold 4 tokens, prompt chunks are cut into tiles of 4 queries, and the
+requests in batch slots 0 to 2 own these blocks (block 5 is shared through the prefix cache):
 
 >>> table = np.array([[5, 2, 7, 0], [5, 1, 3, 0], [9, 4, 6, 8]], dtype=np.int32)
 
-Slot 0 decodes the token at position 9, slot 1 verifies drafts at positions 6 to 8, and slot 2 takes in a chunk of
-positions 3 to 9, which is cut into the tiles 3 to 6 and 7 to 9. Every tile is its batch slot, its first and its last
-position:
+Slot 0 decodes the token at position 9, slot 1 verifies drafts at positions 6 to 8, and slot 2 takes in a
+chunk of positions 3 to 9, which is cut into the tiles 3 to 6 and 7 to 9. Every tile is its batch slot, its
+first and its last position:
 
 >>> slots, first, last = np.array([0, 1, 2, 2]), np.array([9, 6, 3, 7]), np.array([9, 8, 6, 9])
 
-A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before its first
-query, ``(first + 1) // 4`` of them, are wholly visible:
+A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before
+its first query, ``(first + 1) // 4`` of them, are wholly visible:
 
 >>> from minivllm.attention.lists.bounds import bounds_of
 >>> from minivllm.specs.attention import Reach
 >>> def read(reach):
-...     return blocks_read(bounds_of(first, reach), bounds_of(last, reach), block_size=4, with_null=reach.has_sinks)
+...     bounds = bounds_of(first, reach), bounds_of(last, reach)
+...     return blocks_read(*bounds, block_size=4, with_null=reach.has_sinks)
 >>> ranges = read(Reach())
 >>> lists = new_lists(tiles=4, width=4)
 >>> write_lists(lists, ranges, table, slots)
 >>> for tile in range(4):
-...     full, partial = lists.full[tile, : lists.full_count[tile]], lists.partial[tile, : lists.partial_count[tile]]
+...     full = lists.full[tile, : lists.full_count[tile]]
+...     partial = lists.partial[tile, : lists.partial_count[tile]]
 ...     print(f"slot {slots[tile]}, queries {first[tile]}-{last[tile]}: full {full}, partial {partial}")
 slot 0, queries 9-9: full [5 2], partial [7]
 slot 1, queries 6-8: full [5], partial [1 3]
@@ -34,13 +36,17 @@ slot 2, queries 7-9: full [9 4], partial [6]
 >>> lists.full.shape, lists.full_count.shape
 ((4, 4), (4,))
 
-With a sliding window of 4 tokens, blocks in front of it are not read at all, and the one that it begins in is partial:
+With a sliding window of 4 tokens, blocks in front of it are not read at all,
+and the one that it begins in is partial:
 
 >>> write_lists(lists, read(Reach(window=4)), table, slots)
->>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)], lists.full_count.tolist()
-([[2, 7], [5, 1, 3], [9, 4], [4, 6]], [0, 0, 0, 0])
+>>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)]
+[[2, 7], [5, 1, 3], [9, 4], [4, 6]]
+>>> lists.full_count.tolist()
+[0, 0, 0, 0]
 
-In chunks of 8 positions a query sees no key before position 8 from there on. Sinks list the null block, block 0:
+In chunks of 8 positions a query sees no key before position 8 from there on.
+Sinks list the null block, block 0:
 
 >>> write_lists(lists, read(Reach(chunk=8, has_sinks=True)), table, slots)
 >>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)]
@@ -65,7 +71,8 @@ from minivllm.attention.lists.bounds import HostBounds
 
 class BlockRanges(NamedTuple):
     """Blocks of its request that each tile reads, int64 [tiles]: from ``begin`` up to ``end``, those from
-    ``full_begin`` up to ``full_end`` as wholly visible ones. with_null: and the null block as a partial one."""
+    ``full_begin`` up to ``full_end`` as wholly visible ones.
+    with_null: and the null block as a partial one."""
 
     begin: np.ndarray
     full_begin: np.ndarray
@@ -75,8 +82,8 @@ class BlockRanges(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Physical blocks of each tile on the host, int32: counts [tiles], blocks [tiles, width], of which those past the
-    counts are ignored but lie within the cache."""
+    """Physical blocks of each tile on the host, int32: counts [tiles], blocks [tiles, width], of which those
+    past the counts are ignored but lie within the cache."""
 
     partial_count: np.ndarray
     partial: np.ndarray
@@ -110,7 +117,8 @@ def blocks_read(
 def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots: np.ndarray) -> None:
     """Fill the first len(slots) tiles, and empty the others.
 
-    table int32 [batch slots, max blocks of a request]: physical blocks. slots int64 [tiles]: batch slot of each tile.
+    table int32 [batch slots, max blocks of a request]: physical blocks.
+    slots int64 [tiles]: batch slot of each tile.
     """
     tiles = len(slots)
     begin, full_begin, full_end, end, with_null = ranges
@@ -136,13 +144,14 @@ def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots
 
 
 def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.ndarray) -> None:
-    """target[t, j] = table[slots[t], index[t, j]], for index int64 [tiles, n]; past the table's end its last entry."""
+    """target[t, j] = table[slots[t], index[t, j]], for index int64 [tiles, n];
+    past the table's end its last entry."""
     target[:, : index.shape[1]] = table[slots[:, None], np.minimum(index, table.shape[1] - 1)]
 
 
 class QueryRuns(NamedTuple):
-    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first position; is_query bool [tiles, size];
-    and which of the rows' tokens its first query is."""
+    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first position; is_query bool
+    [tiles, size]; and which of the rows' tokens its first query is."""
 
     row: np.ndarray
     first: np.ndarray
@@ -151,10 +160,13 @@ class QueryRuns(NamedTuple):
 
 
 def cut_tiles(starts: np.ndarray, counts: np.ndarray, size: int, hands: int) -> QueryRuns:
-    """Rows that compute ``counts`` positions from ``starts`` on, int64 [rows], in tiles of ``size``, ``dealt``."""
+    """Rows that compute ``counts`` positions from ``starts`` on, int64 [rows],
+    in tiles of ``size``, ``dealt``."""
     per_row = -(-counts // size)
     row = np.repeat(np.arange(len(per_row)), per_row)
-    done = (np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]) * size  # tokens of the row before a tile
+    done = (
+        np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]
+    ) * size  # tokens of the row before a tile
     order = dealt(starts[row] + done, hands)
     row, done = row[order], done[order]
     first = starts[row] + done
@@ -163,8 +175,8 @@ def cut_tiles(starts: np.ndarray, counts: np.ndarray, size: int, hands: int) -> 
 
 
 def dealt(work: np.ndarray, hands: int) -> np.ndarray:
-    """An order of what takes ``work`` [n], in which ``hands`` equal runs take about as much each: dealt like cards, the
-    greatest first, back and forth. In the order that it has for a single hand.
+    """An order of what takes ``work`` [n], in which ``hands`` equal runs take about as much each: dealt like
+    cards, the greatest first, back and forth. In the order that it has for a single hand.
 
     >>> dealt(np.array([1, 2, 3, 4, 5, 6]), hands=2).tolist()
     [5, 2, 1, 4, 3, 0]

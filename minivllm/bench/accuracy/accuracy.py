@@ -30,24 +30,31 @@ def accuracy(
     output: OutputOptions,
     model: ModelArgument = "smollm2",
     text: Annotated[
-        Path | None, typer.Option(help="A file of UTF-8, in place of three passages of about 200 tokens each.")
+        Path | None,
+        typer.Option(help="A file of UTF-8, in place of three passages of about 200 tokens each."),
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a file that are read together, from its start.")] = 512,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens of a file that are read together, from its start.")
+    ] = 512,
 ) -> None:
     """Measure how well engines predict a text, against transformers in float32.
 
-    Perplexity is e to the mean of -log(probability) over the tokens of the text, each given those before it. The error
-    is the mean distance of these logarithms from those of float32. Unlike the perplexity, it also counts tokens that
-    became more probable. All tokens of a window are computed like a prompt.
+    Perplexity is e to the mean of -log(probability) over the tokens of the text, each given those before it.
+    The error is the mean distance of these logarithms from those of float32. Unlike the perplexity, it also
+    counts tokens that became more probable. All tokens of a window are computed like a prompt.
 
     Example: minivllm bench accuracy --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4
     """
     # What may be refused starts before the one that takes longest.
     specs = [*engines.specs(), SideSpec(REFERENCE, "transformers")]
     if cannot := [spec.name for spec in specs if spec.engine == "transformers-cb"]:
-        raise ConfigError(f"{cannot[0]} gives no probabilities of a prompt: name transformers, whose layers it runs.")
+        raise ConfigError(
+            f"{cannot[0]} gives no probabilities of a prompt: name transformers, whose layers it runs."
+        )
     if senseless := [spec.name for spec in specs if {"lora", "regex"} & set(spec.arguments)]:
-        raise ConfigError(f"A text is neither adapted nor matched: name {senseless[0]} without lora and regex.")
+        raise ConfigError(
+            f"A text is neither adapted nor matched: name {senseless[0]} without lora and regex."
+        )
     windows = tokenized(model, text, window)
     longest = max(map(len, windows)) + 1
     found: dict[str, list[float]] = {}
@@ -71,8 +78,8 @@ def accuracy(
 
 
 def tokenized(model: str, text: Path | None, window: int) -> list[list[int]]:
-    """Token ids of the passages, or of a file in windows, the last of which may be shorter. Raises RequestError for a
-    file that cannot be read or is too short, ModelError without a tokenizer."""
+    """Token ids of the passages, or of a file in windows, the last of which may be shorter. Raises
+    RequestError for a file that cannot be read or is too short, ModelError without a tokenizer."""
     tokenizer = load_tokenizer(model)
     if text is None:
         return [list(tokenizer.encode(passage)) for passage in PASSAGES]
@@ -83,7 +90,9 @@ def tokenized(model: str, text: Path | None, window: int) -> list[list[int]]:
     ids = list(tokenizer.encode(content))
     windows = [ids[first : first + window] for first in range(0, len(ids), window)]
     if not (windows := [one for one in windows if len(one) > 1]):
-        raise RequestError(f"{text} has {len(ids)} tokens, but at least 2 are needed: the first one is given.")
+        raise RequestError(
+            f"{text} has {len(ids)} tokens, but at least 2 are needed: the first one is given."
+        )
     return windows
 
 

@@ -1,4 +1,5 @@
-"""Where a step's time goes, kernel by kernel: what PyTorch's profiler hears of operators and of compiled code."""
+"""Where a step's time goes, kernel by kernel:
+what PyTorch's profiler hears of operators and of compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
 
 COMPILED_TELLS = "TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"
-"""With it, Inductor writes code for CPUs that names its kernels to the profiler; without it, it names none."""
+"""With it, Inductor writes code for CPUs that names its kernels to the profiler;
+without it, it names none."""
 NAME_CHARS = 56
 
 
@@ -31,8 +33,8 @@ def have_compiled_code_tell() -> None:
 
 
 def time_kernels(engine: LLMEngine, steps: int) -> tuple[list[KernelTime], float]:
-    """Run ``steps`` steps; their kernels, the dearest one first, and how long a step took [seconds]: a little longer
-    than without a profiler."""
+    """Run ``steps`` steps; their kernels, the dearest one first, and how long a step took [seconds]:
+    a little longer than without a profiler."""
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     on_cuda = ProfilerActivity.CUDA in supported_activities()
@@ -53,7 +55,8 @@ def time_kernels(engine: LLMEngine, steps: int) -> tuple[list[KernelTime], float
 
 
 def readable(name: str) -> str:
-    """The name of a kernel without what all have in common; its beginning and, if it is long, what numbers it."""
+    """The name of a kernel without what all have in common;
+    its beginning and, if it is long, what numbers it."""
     name = re.sub(r"^(graph_\d+_|aoti_torch_)?(cpp_fused_+|cpu_+)?", "", name)
     return name if len(name) <= NAME_CHARS else f"{name[: NAME_CHARS - 5]}…{name[-4:]}"
 
@@ -67,5 +70,7 @@ def kernel_note(kernels: list[KernelTime], whole: float, count: int = 12) -> str
     others = sum(one.seconds for one in kernels[count:])
     between = max(0.0, whole - others - sum(one.seconds for one in kernels[:count]))
     lines.append(f"{1e3 * others:8.3f} ms {others / whole:5.0%}          other kernels")
-    lines.append(f"{1e3 * between:8.3f} ms {between / whole:5.0%}          between kernels: Python, calls, waiting")
+    lines.append(
+        f"{1e3 * between:8.3f} ms {between / whole:5.0%}          between kernels: Python, calls, waiting"
+    )
     return "\n".join([f"A step of {1e3 * whole:.3g} ms under the profiler, by kernel:", *lines])

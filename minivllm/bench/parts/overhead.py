@@ -1,8 +1,9 @@
 """``minivllm bench overhead``: the cost of a step outside the model, and of handing it to workers.
 
-With workers in processes of their own a step crosses a border twice. It is encoded, written into the ring that all
-workers read, and wakes them up; the answer of the output rank comes back through its socket. The last two are told by
-calls of the workers that do nothing but look at the clock, which all processes of a host share.
+With workers in processes of their own a step crosses a border twice. It is encoded, written into the ring
+that all workers read, and wakes them up; the answer of the output rank comes back through its socket. The
+last two are told by calls of the workers that do nothing but look at the clock, which all processes of a host
+share.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ BESIDE_WORKERS = {
     "update from output": "output",
     "frontend": "frontend",
 }
-"""Spans of a step in the engine's process if workers have separate processes: name of the part -> its span."""
+"""Spans of a step in the engine's process if workers have separate processes:
+name of the part -> its span."""
 
 
 def broadcast_seconds(collective: Callable[[str], list[float]], count: int) -> dict[str, list[float]]:
-    """(From the end of the write until the last worker has woken up, and from there until all answers are back) of
-    ``count`` calls that do nothing [seconds]."""
+    """(From the end of the write until the last worker has woken up, and from there until all answers are
+    back) of ``count`` calls that do nothing [seconds]."""
     found: dict[str, list[float]] = {"wake-up": [], "answer": []}
     written: list[float] = []
 
@@ -53,7 +55,9 @@ def broadcast_seconds(collective: Callable[[str], list[float]], count: int) -> d
         for _ in range(count):
             awake = max(collective("clock"))
             back = time.perf_counter()
-            found["wake-up"].append(max(0.0, awake - written[-1]))  # a worker may be awake before the write returns
+            found["wake-up"].append(
+                max(0.0, awake - written[-1])
+            )  # a worker may be awake before the write returns
             found["answer"].append(back - awake)
     return found
 
@@ -66,10 +70,12 @@ def overhead(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt before decoding.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 100,
 ) -> None:
-    """Measure the cost of a step outside the model: scheduling, inputs, outputs, and the way to workers and back.
+    """Measure the cost of a step outside the model:
+    scheduling, inputs, outputs, and the way to workers and back.
 
-    With workers in separate processes: encode and ring write of every step, the wake-up of the slowest worker, and the
-    return of its answer. The workers are idle before a step, so they wake up as those of a busy machine do not.
+    With workers in separate processes: encode and ring write of every step, the wake-up of the slowest
+    worker, and the return of its answer. The workers are idle before a step, so they wake up as those of a
+    busy machine do not.
 
     Example: minivllm bench overhead --distributed-executor-backend mp --batch 64
 
@@ -103,7 +109,8 @@ def overhead(
     if crosses:
         way = sum(median(rows[name]) for name in ("encode", "ring write", "wake-up", "answer"))
         notes.append(
-            f"The way to {core.config.num_workers} worker(s) and back takes {1e6 * way:.0f} µs; the core waits "
+            f"The way to {core.config.num_workers} worker(s) and back takes {1e6 * way:.0f} µs; the core "
+            "waits "
             f"{1e3 * median(waited):.3g} ms of a step for them."
         )
     configuration: dict[str, Any] = {"model": args.model, "engine": asdict(args)}

@@ -1,7 +1,7 @@
 """The parts of an engine's step, timed by listening to its spans.
 
-``minivllm bench roofline``: how far decode and prefill are from what this machine can do at best, and what a step costs
-outside the model.
+``minivllm bench roofline``: how far decode and prefill are from what this machine can do at best,
+and what a step costs outside the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def timed_spans(*names: str) -> Iterator[dict[str, list[float]]]:
 
 @dataclass
 class StepTimes:
-    """Of every step: the whole, and each part of it [seconds]. A part that a step called several times is summed."""
+    """Of every step: the whole, and each part of it [seconds].
+    A part that a step called several times is summed."""
 
     whole: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -60,10 +61,13 @@ HOST_PARTS = {
 
 
 def engine_core(engine: LLMEngine) -> Any:
-    """The core in this process. Raises ConfigError if it lives in another one, whose spans are not heard here."""
+    """The core in this process. Raises ConfigError if it lives in another one,
+    whose spans are not heard here."""
     core = getattr(engine.client, "core", None)
     if core is None:
-        raise ConfigError("This benchmark looks into the engine's parts, so the engine must run in this process.")
+        raise ConfigError(
+            "This benchmark looks into the engine's parts, so the engine must run in this process."
+        )
     return core
 
 
@@ -72,7 +76,9 @@ def start_decoding(engine: LLMEngine, running: int, prompt_tokens: int, new_toke
     from minivllm.sampling_params import OutputKind, SamplingParams
 
     source = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY
+    )
     for _ in range(running):
         prompt = [source.randrange(engine.client.model_vocab_size) for _ in range(prompt_tokens)]
         engine.add_request(None, {"prompt_token_ids": prompt}, params)
@@ -96,8 +102,8 @@ def time_steps(engine: LLMEngine, steps: int, parts: Mapping[str, str] | None = 
 
 
 def decode_args(args: EngineArgs, running: int, length: int) -> EngineArgs:
-    """The arguments with room for ``running`` requests of ``length`` tokens where the user left it open, of an engine
-    that waits until the model is compiled."""
+    """The arguments with room for ``running`` requests of ``length`` tokens where the user left it open, of
+    an engine that waits until the model is compiled."""
     from dataclasses import replace
 
     return replace(
@@ -119,22 +125,30 @@ def roofline(
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt before decoding.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 60,
-    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt whose prefill is measured.")] = 512,
+    prefill: Annotated[
+        int, typer.Option(min=1, help="Tokens of the prompt whose prefill is measured.")
+    ] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Prefills to measure.")] = 5,
     probe_mib: Annotated[
-        int | None, typer.Option(min=1, help="Memory that the bandwidth probes touch. [default: 512; on a GPU 4096]")
+        int | None,
+        typer.Option(min=1, help="Memory that the bandwidth probes touch. [default: 512; on a GPU 4096]"),
     ] = None,
     probe_width: Annotated[
-        int | None, typer.Option(min=16, help="Width of the matrices of the probe. [default: 2048; on a GPU 8192]")
+        int | None,
+        typer.Option(min=16, help="Width of the matrices of the probe. [default: 2048; on a GPU 8192]"),
     ] = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="List the kernels of a decode step; on a CPU the model is compiled again.")
+        bool,
+        typer.Option(
+            "--kernels", help="List the kernels of a decode step; on a CPU the model is compiled again."
+        ),
     ] = False,
 ) -> None:
-    """Measure this machine's memory bandwidth and matrix peak, the share of them that the engine reaches, and the parts
-    of a step outside the model: scheduling, input preparation, output processing.
+    """Measure this machine's memory bandwidth and matrix peak, the share of them that the engine reaches, and
+    the parts of a step outside the model: scheduling, input preparation, output processing.
 
-    Decode is bound by reading: (weights + KV) / bandwidth. Prefill is bound by computing: operations / matrix peak.
+    Decode is bound by reading: (weights + KV) / bandwidth.
+    Prefill is bound by computing: operations / matrix peak.
 
     Example: minivllm bench roofline --batch 1
 
@@ -155,7 +169,8 @@ def roofline(
     device = torch.device(resolve_device(args.device))
     on_cuda = device.type == "cuda"
     size, width = probe_mib or (4096 if on_cuda else 512), probe_width or (8192 if on_cuda else 2048)
-    # A CPU without products of bfloat16 takes a minute for this one (two cores of Zen 3), in which no prompt attends.
+    # A CPU without products of bfloat16 takes a minute for this one (two cores of Zen 3),
+    # in which no prompt attends.
     dtype = DevicePolicy.of(device).prompt_attention_dtype(torch.bfloat16)
     machine = measure_machine(device, dtype, size * 2**20, width)
     new_tokens = (2 if kernels else 1) * steps + SETTLING_STEPS + 8
@@ -164,7 +179,8 @@ def roofline(
         executor = engine_core(started).executor
         if not hasattr(executor, "worker"):
             raise ConfigError(
-                "roofline looks into the worker, which lives in another process with these settings: leave them out, "
+                "roofline looks into the worker, which lives in another process with these settings: leave "
+                "them out, "
                 "or measure the way to workers with minivllm bench overhead."
             )
         runner = executor.worker.runner
@@ -189,17 +205,28 @@ def roofline(
     computed = decode_flops / machine.flops
 
     def row(case: str, metric: str, unit: str, better: Better, samples: list[float]) -> Measurement:
-        return Measurement(case=case, side="minivllm", metric=metric, unit=unit, better=better, samples=samples)
+        return Measurement(
+            case=case, side="minivllm", metric=metric, unit=unit, better=better, samples=samples
+        )
 
     measurements = [
         row("machine", "copy", "GB/s", "neither", [machine.copy / 1e9]),
         row("machine", "read", "GB/s", "neither", [machine.read / 1e9]),
         row("machine", "matrix product", "TFLOP/s", "neither", [machine.flops / 1e12]),
-        *(row(decode_case, name, "ms", "lower", [1e3 * value for value in parts]) for name, parts in host.items()),
+        *(
+            row(decode_case, name, "ms", "lower", [1e3 * value for value in parts])
+            for name, parts in host.items()
+        ),
         row(decode_case, "overhead", "ms", "lower", [1e3 * value for value in overheads]),
         row(decode_case, "step", "ms", "lower", [1e3 * value for value in times.whole]),
         row(decode_case, "overhead / step", "share", "lower", shares),
-        row(decode_case, "share of the bandwidth bound", "share", "higher", [bound / value for value in times.whole]),
+        row(
+            decode_case,
+            "share of the bandwidth bound",
+            "share",
+            "higher",
+            [bound / value for value in times.whole],
+        ),
         row(
             decode_case,
             "share of reading and then computing",
@@ -207,13 +234,26 @@ def roofline(
             "higher",
             [(bound + computed) / value for value in times.whole],
         ),
-        row(decode_case, "share of the copy bandwidth", "share", "higher", [copied / value for value in times.whole]),
+        row(
+            decode_case,
+            "share of the copy bandwidth",
+            "share",
+            "higher",
+            [copied / value for value in times.whole],
+        ),
         row(prefill_case, "time to first token", "ms", "lower", [1e3 * value for value in prefills]),
-        row(prefill_case, "share of the matrix peak", "share", "higher", [flops / machine.flops / s for s in prefills]),
+        row(
+            prefill_case,
+            "share of the matrix peak",
+            "share",
+            "higher",
+            [flops / machine.flops / s for s in prefills],
+        ),
     ]
     notes = [
         decode_note(decode_case, times, weights, kv, machine),
-        f"{decode_flops / 1e9:.3g} GFLOP take at least {1e3 * computed:.3g} ms more where nothing is computed while it "
+        f"{decode_flops / 1e9:.3g} GFLOP take at least {1e3 * computed:.3g} ms more where nothing is "
+        "computed while it "
         f"is read: {(bound + computed) / median(times.whole):.0%} of both together.",
         missing_note(times, weights, kv, machine, complete=not on_cuda),
         f"Overhead is {median(shares):.1%} of a step with {batch} running requests.",
@@ -267,17 +307,21 @@ def decode_note(case: str, times: StepTimes, weights: int, kv: int, machine: Mac
 
 
 def missing_note(times: StepTimes, weights: int, kv: int, machine: Machine, complete: bool) -> str:
-    """Where the rest of a step goes. complete: parts end when their work is done, as on a CPU; on a GPU they only
-    start it, so the time of kernels cannot be told apart here."""
+    """Where the rest of a step goes. complete: parts end when their work is done, as on a CPU; on a GPU they
+    only start it, so the time of kernels cannot be told apart here."""
     parts = {name: median(seconds) for name, seconds in times.parts.items()}
     step, attention = median(times.whole), parts.pop("attention")
     host = sum(parts.values())
-    missing = f"Missing are {1e3 * (step - (weights + kv) / machine.bandwidth):.3g} ms: {1e3 * host:.3g} on the host"
+    missing = (
+        f"Missing are {1e3 * (step - (weights + kv) / machine.bandwidth):.3g} ms: {1e3 * host:.3g} on the "
+        "host"
+    )
     if not complete:
         return f"{missing} (schedule, prepare, output); the rest in kernels and between them: see --profile."
     over = attention - kv / machine.bandwidth
     rest = step - host - attention - weights / machine.bandwidth
     return (
-        f"{missing} (schedule, prepare, output), {1e3 * over:.3g} in attention beyond reading KV, {1e3 * rest:.3g} in "
+        f"{missing} (schedule, prepare, output), {1e3 * over:.3g} in attention beyond reading KV, "
+        f"{1e3 * rest:.3g} in "
         "layers, logits and sampling beyond reading weights."
     )

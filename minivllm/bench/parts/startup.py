@@ -63,7 +63,8 @@ def startup(
 
 
 def cold_and_warm(
-    start: Callable[[Mapping[str, str]], dict[str, float]], finish: Callable[[Mapping[str, str]], Any] | None = None
+    start: Callable[[Mapping[str, str]], dict[str, float]],
+    finish: Callable[[Mapping[str, str]], Any] | None = None,
 ) -> list[tuple[str, dict[str, float]]]:
     """One start with a new directory for compiled code, and one with what that left there. Raises ModelError.
 
@@ -84,16 +85,25 @@ def cold_and_warm(
 
 def start_engine(arguments: dict[str, Any], environment: Mapping[str, str]) -> dict[str, float]:
     """Seconds of every part of one start, in a process of its own. Raises ModelError."""
-    command = [sys.executable, "-m", "minivllm.bench.parts.startup_process", json.dumps(arguments), repr(time.time())]
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.bench.parts.startup_process",
+        json.dumps(arguments),
+        repr(time.time()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
     if done.returncode:
-        raise ModelError(f"The engine did not start: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise ModelError(
+            f"The engine did not start: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
     parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return parts
 
 
 def start_chat(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, float]:
-    """Seconds until ``minivllm chat -p hi`` shows something of its answer. arguments: the model and engine flags.
+    """Seconds until ``minivllm chat -p hi`` shows something of its answer.
+    arguments: the model and engine flags.
 
     Raises ModelError.
     """

@@ -29,8 +29,8 @@ def programs(
 ) -> None:
     """Measure programs of the language against the same requests without it.
 
-    Plain requests send the whole text each time, to an engine that reuses whole blocks of it, with answers of the same
-    lengths and without structures. Both engines are in this process and take turns.
+    Plain requests send the whole text each time, to an engine that reuses whole blocks of it, with answers of
+    the same lengths and without structures. Both engines are in this process and take turns.
 
     Example: minivllm bench programs smollm2 --max-model-len 2048
     """
@@ -44,10 +44,14 @@ def programs(
     with ExitStack() as stack:
         engines = {
             LANGUAGE: stack.enter_context(LLM(engine=LLMEngine.from_args(args))),
-            PLAIN: stack.enter_context(LLM(engine=LLMEngine.from_args(replace(args, reuse_partial_blocks=False)))),
+            PLAIN: stack.enter_context(
+                LLM(engine=LLMEngine.from_args(replace(args, reuse_partial_blocks=False)))
+            ),
         }
 
-        def measure(case: str, side: str, work: Callable[[SteppedEngine], Coroutine[Any, Any, Any]], keep: bool) -> Any:
+        def measure(
+            case: str, side: str, work: Callable[[SteppedEngine], Coroutine[Any, Any, Any]], keep: bool
+        ) -> Any:
             llm = engines[side]
             llm.reset_prefix_cache()
             before, start = llm.get_metrics().num_computed_tokens, time.perf_counter()

@@ -47,7 +47,9 @@ class Recorder:
     def asked(self) -> list[Asked]:
         return [self._asked[number] for number in sorted(self._asked)]
 
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
+    async def complete(
+        self, token_ids: list[int], params: SamplingParams, settings: Settings
+    ) -> RequestOutput:
         number, after = self._num_sent, frozenset(self._asked)
         self._num_sent += 1
         output = await self._engine.complete(token_ids, params, settings)
@@ -65,7 +67,9 @@ def tree_size(asked: Sequence[Asked]) -> int:
     return len(nodes)
 
 
-async def record(engine: Engine, calls: Sequence[tuple[Program[..., Any], Any]]) -> list[tuple[Recorder, Outcome[Any]]]:
+async def record(
+    engine: Engine, calls: Sequence[tuple[Program[..., Any], Any]]
+) -> list[tuple[Recorder, Outcome[Any]]]:
     """Call programs, all at once, each with one argument. Raises the first error of one."""
     from minivllm.lang import run_batch
 
@@ -82,8 +86,9 @@ async def record(engine: Engine, calls: Sequence[tuple[Program[..., Any], Any]])
 async def send_plainly(engine: Engine, calls: Sequence[Sequence[Asked]]) -> None:
     """Send the requests of all calls again, each after those that it waited for.
 
-    The whole text is tokenised anew for each request, and log-probabilities of given texts are computed from the
-    beginning of the prompt, since other engines have no ``prompt_logprobs_start``. Answers have the same lengths.
+    The whole text is tokenised anew for each request, and log-probabilities of given texts are computed from
+    the beginning of the prompt, since other engines have no ``prompt_logprobs_start``. Answers have the same
+    lengths.
     """
     await asyncio.gather(*(_send_call(engine, asked) for asked in calls))
 

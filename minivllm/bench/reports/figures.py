@@ -1,4 +1,5 @@
-"""From the records of a run to figures and their statistics: latencies, rates, medians, an interval for a ratio."""
+"""From the records of a run to figures and their statistics:
+latencies, rates, medians, an interval for a ratio."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Summary:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the samples lie, linear between neighbours. Raises ValueError for none."""
+    """The value below which ``share`` of the samples lie, linear between neighbours.
+    Raises ValueError for none."""
     if not samples:
         raise ValueError("There is no percentile of nothing.")
     import numpy as np
@@ -59,7 +61,8 @@ def ratio_interval(
 ) -> tuple[float, float, float]:
     """Ratio of the medians, and its 95 % percentile bootstrap interval (Efron 1979): (ratio, low, high).
 
-    Both samples are drawn again, with replacement and independently, 2000 times. Raises ValueError for an empty one.
+    Both samples are drawn again, with replacement and independently, 2000 times.
+    Raises ValueError for an empty one.
     """
     import numpy as np
 
@@ -70,7 +73,9 @@ def ratio_interval(
         # In parts, so that thousands of samples do not need gigabytes.
         part = max(1, 2**22 // len(values))
         drawn = [
-            np.median(values[source.integers(len(values), size=(min(part, RESAMPLES - done), len(values)))], axis=1)
+            np.median(
+                values[source.integers(len(values), size=(min(part, RESAMPLES - done), len(values)))], axis=1
+            )
             for done in range(0, RESAMPLES, part)
         ]
         return np.concatenate(drawn)
@@ -94,10 +99,12 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def knee(loads: Sequence[float], gains: Sequence[float]) -> int:
-    """Index of the knee of a curve that rises and flattens: the point farthest above the line between its ends.
+    """Index of the knee of a curve that rises and flattens:
+    the point farthest above the line between its ends.
 
-    loads ascend. (Satopää et al. 2011, "Finding a Kneedle in a Haystack", on unsmoothed points.) The last point of a
-    curve that never flattens. Raises ValueError for fewer than two points or loads that do not ascend.
+    loads ascend. (Satopää et al. 2011, "Finding a Kneedle in a Haystack", on unsmoothed points.) The last
+    point of a curve that never flattens. Raises ValueError for fewer than two points or loads that do not
+    ascend.
     """
     if len(loads) != len(gains) or len(loads) < 2 or any(a >= b for a, b in pairwise(loads)):
         raise ValueError("A knee needs at least two points with ascending loads.")
@@ -148,8 +155,8 @@ def inter_token_latencies(record: Record) -> list[float]:
 
 
 def decode_speed(records: Sequence[Record]) -> list[float]:
-    """Tokens per second while all requests decode: from the moment the last of them has its first token to the one
-    when the first of them ends. Nothing for requests of which some end before others begin.
+    """Tokens per second while all requests decode: from the moment the last of them has its first token to
+    the one when the first of them ends. Nothing for requests of which some end before others begin.
     """
     begin = max(record.times[0] for record in records)
     end = min(record.times[-1] for record in records)
@@ -184,12 +191,16 @@ def rate_figures(requests: int, prompt: int, output: int, seconds: float) -> lis
 def throughput_figures(tasks: Sequence[Task], answer: Answer) -> list[Figure]:
     """From the first arrival to the last token."""
     good = [(task, record) for task, record in zip(tasks, answer.records) if record.error is None]
-    prompt, output = sum(len(task.prompt) for task, _ in good), sum(len(record.token_ids) for _, record in good)
+    prompt, output = (
+        sum(len(task.prompt) for task, _ in good),
+        sum(len(record.token_ids) for _, record in good),
+    )
     return rate_figures(len(good), prompt, output, answer.seconds)
 
 
 def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
-    """Peak memory of the engine's processes and what it is made of, what the engine counted, and errors by class."""
+    """Peak memory of the engine's processes and what it is made of, what the engine counted,
+    and errors by class."""
     figures = memory_figures(max(answers, key=lambda answer: answer.peak_bytes))
     for name, metric, unit in (
         ("kv_peak", "KV cache peak", "share"),
@@ -203,13 +214,18 @@ def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
 
 
 def memory_figures(answer: Answer) -> list[Figure]:
-    """Peak memory; from an engine that tells, its weights, the part of its KV cache that takes up memory, and the rest:
-    Python and PyTorch themselves, compiled code, activations, and what loading needed for a while."""
+    """Peak memory; from an engine that tells, its weights, the part of its KV cache that takes up memory, and
+    the rest: Python and PyTorch themselves, compiled code, activations, and what loading needed for a
+    while."""
     peak = answer.peak_bytes
     parts = {"peak memory": float(peak)}
     if "weight_bytes" in answer.counters:
         weights, touched = answer.counters["weight_bytes"], answer.counters["kv_touched_bytes"]
-        parts |= {"of it weights": weights, "of it KV cache": touched, "of it the rest": peak - weights - touched}
+        parts |= {
+            "of it weights": weights,
+            "of it KV cache": touched,
+            "of it the rest": peak - weights - touched,
+        }
     return [Figure(name, "bytes", "neither", [value]) for name, value in parts.items()]
 
 

@@ -1,4 +1,5 @@
-"""Results of a benchmark: one schema, the forms they are shown and kept in, and two files of them compared."""
+"""Results of a benchmark: one schema, the forms they are shown and kept in,
+and two files of them compared."""
 
 from __future__ import annotations
 
@@ -45,10 +46,12 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much better ``side`` is than ``against`` (above 1: better), by the ratio of medians, with its interval.
+    """How much better ``side`` is than ``against`` (above 1:
+    better), by the ratio of medians, with its interval.
 
-    agreement: share of requests for which both generated the same token ids. calibration: speed of ``against`` here, as
-    a share of its speed when it is driven its own documented way; None if that was not measured.
+    agreement: share of requests for which both generated the same token ids. calibration: speed of
+    ``against`` here, as a share of its speed when it is driven its own documented way; None if that was not
+    measured.
     """
 
     case: str
@@ -88,7 +91,9 @@ def compared(
         if mine.samples and other.samples:
             ratio = how_much_better(mine, other)
             if all(map(math.isfinite, ratio)):
-                found.append(Comparison(mine.case, metric, mine.side, other.side, *ratio, agreement, calibration))
+                found.append(
+                    Comparison(mine.case, metric, mine.side, other.side, *ratio, agreement, calibration)
+                )
     return found
 
 
@@ -138,7 +143,8 @@ def make_report(
 
 
 def recorded_command(arguments: Sequence[str]) -> list[str]:
-    """The command without what differs from machine to machine: where results go, and where other Pythons lie."""
+    """The command without what differs from machine to machine:
+    where results go, and where other Pythons lie."""
     kept: list[str] = []
     for previous, argument in zip(["", *arguments], arguments):
         option, given, value = argument.partition("=")
@@ -153,7 +159,8 @@ def recorded_command(arguments: Sequence[str]) -> list[str]:
 
 
 def machine_text(report: Report) -> str:
-    """Accelerators where there are any, else the processor, its cores and the instructions that decide its speed."""
+    """Accelerators where there are any, else the processor,
+    its cores and the instructions that decide its speed."""
     devices = [str(device["name"]) for device in report.machine.get("cuda_devices") or ()]
     if devices:
         return ", ".join(devices)
@@ -184,7 +191,9 @@ def read_report(path: Path) -> Report:
         content = read_typed_file(path, MOST_REPORT_BYTES)
         schema = msgspec.json.decode(content, type=dict[str, Any]).get("schema_version")
         if schema != SCHEMA_VERSION:
-            raise RequestError(f"{path} has schema version {schema!r}, but this version reads {SCHEMA_VERSION}.")
+            raise RequestError(
+                f"{path} has schema version {schema!r}, but this version reads {SCHEMA_VERSION}."
+            )
         return msgspec.json.decode(content, type=Report)
     except msgspec.MsgspecError as error:
         raise RequestError(f"{path} is not a report of minivllm bench: {error}.") from None
@@ -194,10 +203,16 @@ def read_report(path: Path) -> Report:
 class OutputOptions:
     """Where the figures go besides the terminal."""
 
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = (
+        None
+    )
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this CSV file.")] = None
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown.")] = None
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the figures into this PNG file.")] = None
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown.")] = (
+        None
+    )
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the figures into this PNG file.")] = (
+        None
+    )
 
 
 def publish(report: Report, output: OutputOptions) -> None:
@@ -226,7 +241,9 @@ def rows(report: Report, everything: bool = True) -> list[list[str]]:
     by_key = {(one.case, one.metric, one.against): one for one in report.comparisons}
     table = []
     for one in report.measurements:
-        if not everything and (one.better == "neither" or (one.metric.startswith("errors") and not any(one.samples))):
+        if not everything and (
+            one.better == "neither" or (one.metric.startswith("errors") and not any(one.samples))
+        ):
             continue
         summary = summarize(one.samples)
         comparison = by_key.get((one.case, one.metric, one.side))
@@ -252,7 +269,8 @@ def resources(report: Report) -> list[str]:
             value = max(one.samples)
             own[one.metric] = max((value, one.unit), own.get(one.metric, (value, one.unit)))
     return [
-        f"{side}: " + ", ".join(f"{metric} {figure_text(value, unit)}" for metric, (value, unit) in own.items())
+        f"{side}: "
+        + ", ".join(f"{metric} {figure_text(value, unit)}" for metric, (value, unit) in own.items())
         for side, own in largest.items()
     ]
 
@@ -294,7 +312,9 @@ def print_table(report: Report) -> None:
     table = _table(report.kind, [HEADER[index] for index in keep], range(3, len(HEADER)))
     previous: list[str] = ["", ""]
     for row in rows(report, everything=False):
-        shown = ["" if index < 2 and row[: index + 1] == previous[: index + 1] else row[index] for index in keep]
+        shown = [
+            "" if index < 2 and row[: index + 1] == previous[: index + 1] else row[index] for index in keep
+        ]
         if previous[0] not in ("", row[0]):
             table.add_section()
         table.add_row(*shown)
@@ -367,7 +387,9 @@ def _bars(axes: Any, measurements: list[Measurement]) -> None:
 
 def _lines(axes: Any, measurements: list[Measurement]) -> None:
     for side in dict.fromkeys(one.side for one in measurements):
-        points = sorted((one.x, median(one.samples)) for one in measurements if one.side == side and one.x is not None)
+        points = sorted(
+            (one.x, median(one.samples)) for one in measurements if one.side == side and one.x is not None
+        )
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=side)
     axes.legend(fontsize=8)
 
@@ -409,7 +431,10 @@ def compare(
     before: Annotated[Path, typer.Argument(help="JSON of minivllm bench, or of pytest --benchmark-json.")],
     after: Annotated[Path, typer.Argument(help="The same, later.")],
     threshold: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share by which a median may be worse before it is a regression.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share by which a median may be worse before it is a regression."
+        ),
     ] = 0.05,
 ) -> None:
     """Compare two files of results; exit with 1 if something became worse.
@@ -427,7 +452,9 @@ def compare(
     for one in found:
         case, metric, side = one.key
         values = figure_text(one.before, one.unit), figure_text(one.after, one.unit)
-        table.add_row(case, metric, side, *values, f"{one.ratio:.2f} ×", f"{one.low:.2f} – {one.high:.2f}", one.verdict)
+        table.add_row(
+            case, metric, side, *values, f"{one.ratio:.2f} ×", f"{one.low:.2f} – {one.high:.2f}", one.verdict
+        )
     console = _console()
     console.print(table)
     for name in sorted(set(old.setting) | set(new.setting)):
@@ -474,7 +501,8 @@ def read_results(path: Path) -> Results:
 
 
 def _of_pytest(path: Path, content: dict[str, Any]) -> Results:
-    """pytest-benchmark keeps every round with --benchmark-json, and without them at least the median [seconds]."""
+    """pytest-benchmark keeps every round with --benchmark-json,
+    and without them at least the median [seconds]."""
     series: dict[Key, Measurement] = {}
     try:
         for entry in content["benchmarks"]:
@@ -483,6 +511,8 @@ def _of_pytest(path: Path, content: dict[str, Any]) -> Results:
             one = Measurement(str(entry["fullname"]), "pytest", "time", "ms", "lower", samples)
             series[one.case, one.metric, one.side] = one
     except (KeyError, TypeError, ValueError):
-        raise RequestError(f"{path} looks like results of pytest-benchmark, but an entry has no times.") from None
+        raise RequestError(
+            f"{path} looks like results of pytest-benchmark, but an entry has no times."
+        ) from None
     cpu = (content.get("machine_info") or {}).get("cpu") or {}
     return Results(series, {"the machine": cpu.get("brand_raw")})

@@ -1,7 +1,7 @@
 """Runs cases on engines in turn: fresh processes, the same token ids, warm-up discarded, order alternating.
 
-A peer is calibrated while it is measured: it runs the same requests its own documented way as well, and where that is
-more than 5 % faster than the way it is driven here, there is no ratio.
+A peer is calibrated while it is measured: it runs the same requests its own documented way as well, and where
+that is more than 5 % faster than the way it is driven here, there is no ratio.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class EngineOptions:
     engine: Annotated[
         str,
         typer.Option(
-            help="Engine to measure: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
+            help="Engine to measure: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N "
+            "requests "
             "use N random adapters of ranks 8 to 64 in turn, with regex=PATTERN (a long "
             "one, such as [ -~]{999}) all answers match it."
         ),
@@ -51,7 +52,9 @@ class EngineOptions:
     dtype: Annotated[str, typer.Option(help="Weights and activations of all engines.")] = "auto"
     peer_python: Annotated[
         list[str] | None,
-        typer.Option(help="The Python that has an engine, if it is not this one. Repeatable.", metavar="ENGINE=PATH"),
+        typer.Option(
+            help="The Python that has an engine, if it is not this one. Repeatable.", metavar="ENGINE=PATH"
+        ),
     ] = None
 
     def specs(self) -> list[SideSpec]:
@@ -76,7 +79,8 @@ class SideOptions(EngineOptions):
         int,
         typer.Option(
             min=0,
-            help="Repetitions in which other engines run each case their own documented way too: where that is more "
+            help="Repetitions in which other engines run each case their own documented way too: where that "
+            "is more "
             "than 5 % faster, no ratio is shown.",
         ),
     ] = 3
@@ -91,7 +95,8 @@ class SideOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of all rounds. facts: of each side, about what it loaded. notes: how the peers are calibrated."""
+    """Results of all rounds. facts: of each side, about what it loaded.
+    notes: how the peers are calibrated."""
 
     measurements: list[Measurement]
     comparisons: list[Comparison]
@@ -102,16 +107,24 @@ class Outcome:
 def common_room(cases: Sequence[Case]) -> Room:
     """Room for every case."""
     rooms = [case.room for case in cases]
-    return Room(*(max(sizes) for sizes in zip(*((room.longest, room.running, room.tokens) for room in rooms))))
+    return Room(
+        *(max(sizes) for sizes in zip(*((room.longest, room.running, room.tokens) for room in rooms)))
+    )
 
 
 def measure_in_turn(
-    specs: Sequence[SideSpec], cases: Sequence[Case], *, model: str, dtype: str, repeats: int, calibrate: int = 0
+    specs: Sequence[SideSpec],
+    cases: Sequence[Case],
+    *,
+    model: str,
+    dtype: str,
+    repeats: int,
+    calibrate: int = 0,
 ) -> Outcome:
     """Run every case ``repeats`` times on each side, and compare the first side with the others.
 
-    The second half of the repetitions runs on new processes, which are started in the other order: of two equal engines
-    the one that was started later has been seen 3 % faster for as long as it ran.
+    The second half of the repetitions runs on new processes, which are started in the other order: of two
+    equal engines the one that was started later has been seen 3 % faster for as long as it ran.
     Raises ConfigError or ModelError if a side cannot be started or dies.
     """
     from rich.console import Console
@@ -142,7 +155,8 @@ def measure_in_turn(
             name: _measurements(
                 case,
                 name,
-                [figure for turn in turns[name] for figure in turn.figures] + resource_figures(answered[name]),
+                [figure for turn in turns[name] for figure in turn.figures]
+                + resource_figures(answered[name]),
             )
             for name in names
         }
@@ -172,7 +186,11 @@ def _calibrated(turns: Sequence[_Turn], own_way: str) -> tuple[float | None, str
     pairs = [(turn.answer.seconds, turn.own_seconds) for turn in turns if turn.own_seconds is not None]
     if not pairs:
         return None, f"not calibrated against {own_way}: no --calibrate, or requests that differ."
-    share, here, there = median([b / a for a, b in pairs]), median([a for a, _ in pairs]), median([b for _, b in pairs])
+    share, here, there = (
+        median([b / a for a, b in pairs]),
+        median([a for a, _ in pairs]),
+        median([b for _, b in pairs]),
+    )
     verdict = "" if share >= 1 - TOLERANCE else f" More than {TOLERANCE:.0%} below it, so there is no ratio."
     return share, f"{here:.3g} s here, {there:.3g} s by {own_way}: {share:.1%} of its own speed.{verdict}"
 
@@ -184,7 +202,8 @@ def _run_in_turn(
     calibrate: int,
     say: Callable[..., None],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, list[_Turn]]]]:
-    """Start the sides in this order and run the repetitions after a warm-up: facts by side, turns by case and side."""
+    """Start the sides in this order and run the repetitions after a warm-up:
+    facts by side, turns by case and side."""
     with contextlib.ExitStack() as stack:
         sides: list[Side] = []
         for spec in specs:
@@ -204,7 +223,9 @@ def _run_in_turn(
                     ran = {own: side.run(tasks, own) for own in (ways if repetition % 2 else ways[::-1])}
                     if repetition >= 0:
                         own_seconds = ran[True].seconds if True in ran else None
-                        turns[side.name].append(_Turn(case.figures(tasks, ran[False]), ran[False], own_seconds))
+                        turns[side.name].append(
+                            _Turn(case.figures(tasks, ran[False]), ran[False], own_seconds)
+                        )
             results.append(turns)
         return {side.name: side.facts for side in sides}, results
 
@@ -212,11 +233,14 @@ def _run_in_turn(
 def _is_one_batch(tasks: Sequence[Task], room: Room) -> bool:
     """Equal requests that all run from the start: what every peer documents a way for."""
     shapes = {(len(task.prompt), task.max_tokens, task.arrival, task.after) for task in tasks}
-    return len(shapes) == 1 and len(tasks) <= room.running and (tasks[0].arrival, tasks[0].after) == (0.0, None)
+    return (
+        len(shapes) == 1 and len(tasks) <= room.running and (tasks[0].arrival, tasks[0].after) == (0.0, None)
+    )
 
 
 def agreement(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float | None:
-    """Share of requests that both answered with the same token ids; None if there are none that both answered."""
+    """Share of requests that both answered with the same token ids;
+    None if there are none that both answered."""
     same = [
         mine.token_ids == other.token_ids
         for one, another in zip(ours, theirs)

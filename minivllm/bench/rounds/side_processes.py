@@ -1,4 +1,5 @@
-"""The sides of a comparison: what is asked for, the model in the form a peer reads, the processes asked in turn."""
+"""The sides of a comparison: what is asked for, the model in the form a peer reads,
+the processes asked in turn."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ OPENVINO_WEIGHTS: dict[str, list[str]] = {
     "bf16": ["--weight-format", "bf16"],
     "fp32": ["--weight-format", "fp32"],
 }
-"""How weights are kept -> flags of ``optimum-cli export openvino``; 4 bits in groups of 32, as in GGUF files."""
+"""How weights are kept -> flags of ``optimum-cli export openvino``;
+4 bits in groups of 32, as in GGUF files."""
 
 
 def gguf_path(model: str) -> str:
     """Raises ConfigError if the model is no GGUF file, ModelError if there is none."""
     path = find_gguf(resolve_model(model), "auto")
     if path is None:
-        raise ConfigError(f"llama.cpp reads GGUF files only, and {model} is none: measure a .gguf file instead.")
+        raise ConfigError(
+            f"llama.cpp reads GGUF files only, and {model} is none: measure a .gguf file instead."
+        )
     return str(path)
 
 
@@ -51,24 +55,40 @@ def hf_directory(model: str) -> Path:
     """
     found = resolve_model(model)
     source = find_gguf(found, "auto")
-    return found if source is None else _made_once(source, "hf-float32", lambda target: _dequantise(source, target))
+    return (
+        found
+        if source is None
+        else _made_once(source, "hf-float32", lambda target: _dequantise(source, target))
+    )
 
 
 def openvino_directory(model: str, weights: str, python: str) -> Path:
     """The model exported by the ``optimum-cli`` beside ``python``. Raises ConfigError or ModelError."""
     if weights not in OPENVINO_WEIGHTS:
-        raise ConfigError(f"weights is {weights!r}, but openvino's must be one of: {', '.join(OPENVINO_WEIGHTS)}.")
+        raise ConfigError(
+            f"weights is {weights!r}, but openvino's must be one of: {', '.join(OPENVINO_WEIGHTS)}."
+        )
     source = hf_directory(model)
 
     def export(target: Path) -> None:
         program = Path(python).with_name("optimum-cli")
         task = ["--task", "text-generation-with-past", "--disable-convert-tokenizer"]
-        command = [str(program), "export", "openvino", "--model", str(source), *task, *OPENVINO_WEIGHTS[weights]]
+        command = [
+            str(program),
+            "export",
+            "openvino",
+            "--model",
+            str(source),
+            *task,
+            *OPENVINO_WEIGHTS[weights],
+        ]
         try:
             own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             subprocess.run([*command, str(target)], capture_output=True, text=True, check=True, env=own)
         except OSError as error:
-            raise ConfigError(f"{program} cannot be run: {error}. Install optimum-intel beside OpenVINO.") from None
+            raise ConfigError(
+                f"{program} cannot be run: {error}. Install optimum-intel beside OpenVINO."
+            ) from None
         except subprocess.CalledProcessError as error:
             last = (error.stderr.strip().splitlines() or ["no message"])[-1]
             raise ModelError(f"optimum-cli did not export {model}: {last}") from None
@@ -77,7 +97,8 @@ def openvino_directory(model: str, weights: str, python: str) -> Path:
 
 
 def _made_once(source: Path, form: str, make: Callable[[Path], None]) -> Path:
-    """The directory that ``make`` filled for this source, now or earlier; another source has another directory."""
+    """The directory that ``make`` filled for this source, now or earlier;
+    another source has another directory."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     content = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
@@ -98,7 +119,9 @@ def _dequantise(gguf: Path, target: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+    )
     config = model.config
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
@@ -124,7 +147,8 @@ _CACHE_SIZES = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_
 
 @dataclass(frozen=True)
 class SideSpec:
-    """An engine to measure. name: as it was asked for, arguments: those given with it. python: who runs it."""
+    """An engine to measure. name: as it was asked for, arguments: those given with it.
+    python: who runs it."""
 
     name: str
     engine: str
@@ -138,17 +162,19 @@ def parse_peer_pythons(texts: Iterable[str]) -> dict[str, str]:
     for engine, python in found.items():
         if engine not in ENGINES or not python:
             raise ConfigError(
-                f"--peer-python {engine}={python} must be ENGINE=PATH, with one of the engines: {', '.join(ENGINES)}."
+                f"--peer-python {engine}={python} must be ENGINE=PATH, with one of the engines: "
+                f"{', '.join(ENGINES)}."
             )
     return found
 
 
 def parse_sides(texts: Iterable[str], pythons: Mapping[str, str] | None = None) -> list[SideSpec]:
-    """ "transformers,vllm" or "minivllm,enable_prefix_caching=false" -> engines with their arguments, in order.
+    """ "transformers,vllm" or "minivllm,enable_prefix_caching=false" -> engines with their arguments,
+    in order.
 
-    Commas separate engines; argument=value belongs to the engine before it. pythons: those of engines that live in
-    another one. Raises ConfigError for an unknown engine, for one that is named twice, and for arguments where there
-    can be none.
+    Commas separate engines; argument=value belongs to the engine before it. pythons: those of engines that
+    live in another one. Raises ConfigError for an unknown engine, for one that is named twice, and for
+    arguments where there can be none.
     """
     groups: list[list[str]] = []
     for text in texts:
@@ -184,7 +210,9 @@ def _side(engine: str, pairs: list[str], pythons: Mapping[str, str]) -> SideSpec
 def check_dtype(sides: Sequence[SideSpec], dtype: str) -> None:
     """Raises ConfigError if one of them cannot compute in this dtype."""
     if dtype != "auto" and any(side.engine == "llama.cpp" for side in sides):
-        raise ConfigError(f"--dtype {dtype} cannot hold for llama.cpp, which computes as its GGUF file is quantised.")
+        raise ConfigError(
+            f"--dtype {dtype} cannot hold for llama.cpp, which computes as its GGUF file is quantised."
+        )
 
 
 def check_installed(side: SideSpec) -> None:
@@ -194,7 +222,8 @@ def check_installed(side: SideSpec) -> None:
         if importlib.util.find_spec(module) is not None:
             return
         raise ConfigError(
-            f"{side.engine} is not installed: pip install {package}, name a Python that has it with --peer-python "
+            f"{side.engine} is not installed: pip install {package}, name a Python that has it with "
+            "--peer-python "
             f"{side.engine}=PATH, or leave it out of --vs."
         )
     look = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
@@ -204,23 +233,33 @@ def check_installed(side: SideSpec) -> None:
         raise ConfigError(f"--peer-python {side.engine}={side.python} cannot be run: {error}.") from None
     if probe.returncode:
         raise ConfigError(
-            f"{side.python} has no {module}: install {package} there, or name another Python with --peer-python."
+            f"{side.python} has no {module}: install {package} there, or name another Python with "
+            "--peer-python."
         )
 
 
 def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
-    """The side with what this benchmark needs filled in where the user said nothing. Raises ConfigError, ModelError."""
+    """The side with what this benchmark needs filled in where the user said nothing.
+    Raises ConfigError, ModelError."""
     from minivllm.config import EngineArgs
     from minivllm.engine.resolve import resolve
 
     given, sizes = side.arguments, {"longest": room.longest, "running": room.running}
     if side.engine == "llama.cpp":
-        default: dict[str, Any] = {"path": gguf_path(model), "threads": _num_threads(), "gpu_layers": _gpu_layers()}
+        default: dict[str, Any] = {
+            "path": gguf_path(model),
+            "threads": _num_threads(),
+            "gpu_layers": _gpu_layers(),
+        }
         return replace(side, arguments=default | given | sizes)
     if side.engine in ("vllm", "openvino"):
         config, decoder = resolve(EngineArgs(model=model, dtype=dtype))
     if side.engine == "vllm":
-        default = {"model": str(hf_directory(model)), "dtype": config.dtype, "max_model_len": room.longest + 64}
+        default = {
+            "model": str(hf_directory(model)),
+            "dtype": config.dtype,
+            "max_model_len": room.longest + 64,
+        }
         return replace(side, arguments=default | given)
     if side.engine == "openvino":
         # Properties that are not given are OpenVINO's choice for this machine, except the precision of dtype.
@@ -245,9 +284,9 @@ def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
 
 
 def steady_pool(room: Room, block_size: int) -> int:
-    """Blocks for all running requests and the null block: warm-up touches all of them, and repetitions measure the
-    steady state of a long-lived engine, not the operating system handing out memory. Twice, where that is not much:
-    blocks of the run before then stay cached, as in a long-lived engine."""
+    """Blocks for all running requests and the null block: warm-up touches all of them, and repetitions
+    measure the steady state of a long-lived engine, not the operating system handing out memory. Twice, where
+    that is not much: blocks of the run before then stay cached, as in a long-lived engine."""
     times = 2 if room.tokens <= 2**16 else 1
     return times * (-(-room.tokens // block_size) + 2 * room.running) + 1
 
@@ -275,14 +314,15 @@ class Side:
         self._own_path = tempfile.TemporaryDirectory(prefix="minivllm-side-")
         environment = dict(os.environ)
         if spec.python != sys.executable:
-            # This package alone: what is installed beside it must not take the place of the other Python's packages.
+            # This package alone: what is installed beside it must not take the place of the other Python's
+            # packages.
             (Path(self._own_path.name) / "minivllm").symlink_to(Path(minivllm.__file__).parent)
             environment["PYTHONPATH"] = self._own_path.name
         else:
             inherited = filter(None, [str(Path(minivllm.__file__).parents[1]), os.environ.get("PYTHONPATH")])
             environment["PYTHONPATH"] = os.pathsep.join(inherited)
-        # A separate process group, since engines have children that must be paused with them. If this process dies, the
-        # kernel wakes and ends the orphaned group.
+        # A separate process group, since engines have children that must be paused with them. If this process
+        # dies, the kernel wakes and ends the orphaned group.
         self._process = subprocess.Popen(
             [spec.python, "-m", "minivllm.bench.sides.side_process", spec.engine, json.dumps(spec.arguments)],
             stdin=subprocess.PIPE,
@@ -298,7 +338,9 @@ class Side:
         self._stdout: IO[str] = self._process.stdout
         self._messages: list[str] = []
         # A pipe without a reader fills up and stops the process.
-        self._reader = threading.Thread(target=self._messages.extend, args=(self._process.stderr,), daemon=True)
+        self._reader = threading.Thread(
+            target=self._messages.extend, args=(self._process.stderr,), daemon=True
+        )
         self._reader.start()
         try:
             self.facts: dict[str, Any] = self._receive()["ready"]
@@ -308,13 +350,15 @@ class Side:
         self._signal(signal.SIGSTOP)
 
     def run(self, tasks: Sequence[Task], own_way: bool = False) -> Answer:
-        """Run the tasks; own_way: as the peer's documentation does. Raises ModelError if the process ends instead."""
+        """Run the tasks; own_way: as the peer's documentation does.
+        Raises ModelError if the process ends instead."""
         answer = self._ask({"tasks": [asdict(task) for task in tasks], "own_way": own_way})
         records = [Record(**record) for record in answer.pop("records")]
         return Answer(records=records, **answer)
 
     def log_probabilities(self, token_ids: Sequence[int]) -> list[float]:
-        """Of every token but the first, given those before it [nats]. Raises ModelError if the process ends instead."""
+        """Of every token but the first, given those before it [nats].
+        Raises ModelError if the process ends instead."""
         found: list[float] = self._ask({"text": list(token_ids)})["log_probabilities"]
         return found
 

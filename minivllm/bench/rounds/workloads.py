@@ -1,9 +1,9 @@
 """Seeded workloads, and the cases that are measured with them.
 
-A workload is a list of requests whose prompts are fixed as token ids, so that every engine gets the same ones. Lengths
-and arrivals follow from the seed alone. Contents follow from seed and repetition: a prefix cache must not turn the
-second repetition into another experiment. All of it is offline. A case says which requests one repetition sends, and
-which figures come out of them.
+A workload is a list of requests whose prompts are fixed as token ids, so that every engine gets the same
+ones. Lengths and arrivals follow from the seed alone. Contents follow from seed and repetition: a prefix
+cache must not turn the second repetition into another experiment. All of it is offline. A case says which
+requests one repetition sends, and which figures come out of them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ FORMS = {
     "random:REQUESTS:LOW:HIGH": "prompt and output lengths uniform in LOW to HIGH, all at once",
     "nano-256": "256 requests, prompt and output lengths uniform in 100 to 1024, all at once",
     "shared-prefix:REQUESTS:PREFIX:SUFFIX:OUTPUT": "every prompt begins with the same PREFIX tokens",
-    "prefix-groups:GROUPS:REQUESTS:PREFIX:SUFFIX:OUTPUT": "REQUESTS of every group begin with the same PREFIX tokens, "
+    "prefix-groups:GROUPS:REQUESTS:PREFIX:SUFFIX:OUTPUT": "REQUESTS of every group begin with the same "
+    "PREFIX tokens, "
     "groups in a random order",
     "system-prompt:USERS:PROMPT:TOKENS:OUTPUT": "every user's TOKENS follow the same PROMPT tokens; one user "
     "first, then the others at once",
     "n-samples:PROMPTS:SAMPLES:TOKENS:OUTPUT": "every prompt of TOKENS is sent SAMPLES times, all at once",
-    "agents:AGENTS:STEPS:PROMPT:TOKENS:OUTPUT": "agents with one system prompt of PROMPT tokens; every step sends the "
+    "agents:AGENTS:STEPS:PROMPT:TOKENS:OUTPUT": "agents with one system prompt of PROMPT tokens; every step "
+    "sends the "
     "whole history and TOKENS more, the result of a tool",
     "multi-turn:CONVERSATIONS:TURNS:TOKENS:OUTPUT": "every turn sends the whole conversation and TOKENS more",
-    "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after 1 s",
-    "prefill-load:STREAMS:TOKENS:PROMPTS:LONG:SECONDS": "STREAMS short prompts that decode TOKENS; meanwhile one of "
+    "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after "
+    "1 s",
+    "prefill-load:STREAMS:TOKENS:PROMPTS:LONG:SECONDS": "STREAMS short prompts that decode TOKENS; meanwhile "
+    "one of "
     "PROMPTS prompts of LONG comes every SECONDS and decodes 1",
     "bursts:BURSTS:SIZE:SECONDS:LOW:HIGH": "SIZE requests at once, every SECONDS; lengths uniform",
     "poisson:REQUESTS:RATE:LOW:HIGH": "independent arrivals, RATE per second; lengths uniform",
@@ -46,7 +50,8 @@ FORMS = {
 
 ARRIVAL_FORMS = {
     "poisson:RATE": "independent, RATE per second",
-    "gamma:RATE:SHAPE": "RATE per second, gamma-distributed gaps: below SHAPE 1 burstier than Poisson, above steadier",
+    "gamma:RATE:SHAPE": "RATE per second, gamma-distributed gaps: below SHAPE 1 burstier than Poisson, above "
+    "steadier",
     "burst:SIZE:SECONDS": "SIZE at once, every SECONDS",
     "trace": "the times that the workload itself gives",
 }
@@ -55,8 +60,8 @@ _NUM_FIELDS = {"poisson": 1, "gamma": 2, "burst": 2}
 
 @dataclass(frozen=True)
 class Source:
-    """Where the numbers come from: lengths and arrivals from one generator, token ids that any model can take from
-    another."""
+    """Where the numbers come from: lengths and arrivals from one generator,
+    token ids that any model can take from another."""
 
     lengths: random.Random
     contents: random.Random
@@ -74,8 +79,8 @@ class Source:
 def make_workload(text: str, vocab_size: int, seed: int = 0, repetition: int = 0) -> list[Task]:
     """The requests of the workload that ``text`` names (see FORMS), in the order of their arrival.
 
-    Lengths and arrivals depend on ``seed``, token ids on ``repetition`` too (a file's are as they are). Raises
-    ConfigError for what is none of the forms.
+    Lengths and arrivals depend on ``seed``, token ids on ``repetition`` too (a file's are as they are).
+    Raises ConfigError for what is none of the forms.
     """
     if text.endswith(".jsonl"):
         return _read_jsonl(Path(text), vocab_size)
@@ -115,7 +120,9 @@ def _shared_prefix(source: Source, requests: int, prefix: int, suffix: int, outp
     return [Task(shared + source.ids(suffix), output) for _ in range(requests)]
 
 
-def _prefix_groups(source: Source, groups: int, requests: int, prefix: int, suffix: int, output: int) -> list[Task]:
+def _prefix_groups(
+    source: Source, groups: int, requests: int, prefix: int, suffix: int, output: int
+) -> list[Task]:
     order = [group for group in range(groups) for _ in range(requests)]
     source.lengths.shuffle(order)
     shared = [source.ids(prefix) for _ in range(groups)]
@@ -140,7 +147,11 @@ def _system_prompt(source: Source, users: int, prompt: int, tokens: int, output:
 
 
 def _n_samples(source: Source, prompts: int, samples: int, tokens: int, output: int) -> list[Task]:
-    return [Task(prompt, output) for prompt in (source.ids(tokens) for _ in range(prompts)) for _ in range(samples)]
+    return [
+        Task(prompt, output)
+        for prompt in (source.ids(tokens) for _ in range(prompts))
+        for _ in range(samples)
+    ]
 
 
 def _agents(source: Source, agents: int, steps: int, prompt: int, tokens: int, output: int) -> list[Task]:
@@ -148,7 +159,9 @@ def _agents(source: Source, agents: int, steps: int, prompt: int, tokens: int, o
     for _ in range(agents):
         first = len(tasks)
         tasks += [
-            replace(task, prompt=system + task.prompt, after=None if task.after is None else first + task.after)
+            replace(
+                task, prompt=system + task.prompt, after=None if task.after is None else first + task.after
+            )
             for task in _multi_turn(source, 1, steps, tokens, output)
         ]
     return tasks
@@ -158,7 +171,9 @@ def _long_among_decodes(source: Source, requests: int, long: int) -> list[Task]:
     return [*_fixed(source, requests, 32, 128), Task(source.ids(long), 16, arrival=1.0)]
 
 
-def _prefill_load(source: Source, streams: int, tokens: int, prompts: int, long: int, seconds: float) -> list[Task]:
+def _prefill_load(
+    source: Source, streams: int, tokens: int, prompts: int, long: int, seconds: float
+) -> list[Task]:
     arrivals = [seconds * (number + 1) for number in range(prompts)]
     return _fixed(source, streams, 32, tokens) + [Task(source.ids(long), 1, arrival) for arrival in arrivals]
 
@@ -178,8 +193,8 @@ def _poisson(source: Source, requests: int, rate: float, low: int, high: int) ->
 def arrive(requests: Sequence[Task], text: str, seed: int = 0) -> list[Task]:
     """The same requests in the same order at the times that ``text`` names (see ARRIVAL_FORMS).
 
-    The times depend on ``seed`` alone. Turns of a conversation go on waiting for the turn before. Raises ConfigError
-    for what is none of the forms.
+    The times depend on ``seed`` alone. Turns of a conversation go on waiting for the turn before. Raises
+    ConfigError for what is none of the forms.
     """
     if text == "trace":
         return list(requests)
@@ -237,8 +252,16 @@ def _task_of(path: Path, number: int, line: str, vocab_size: int) -> Task:
             raise ValueError("it is no JSON object")
         if unknown := set(entry) - {"prompt_token_ids", "max_tokens", "arrival"}:
             raise ValueError(f"unknown are: {', '.join(sorted(unknown))}")
-        ids, max_tokens, arrival = entry.get("prompt_token_ids"), entry.get("max_tokens"), entry.get("arrival", 0.0)
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        ids, max_tokens, arrival = (
+            entry.get("prompt_token_ids"),
+            entry.get("max_tokens"),
+            entry.get("arrival", 0.0),
+        )
+        if (
+            not isinstance(ids, list)
+            or not ids
+            or not all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        ):
             raise ValueError(f"prompt_token_ids must be a list of ids below {vocab_size}")
         if type(max_tokens) is not int or max_tokens < 1:
             raise ValueError("max_tokens must be a whole number of at least 1")
@@ -276,8 +299,8 @@ class Case(Protocol):
 class SpeedCase:
     """Tokens per second of one kind of work.
 
-    Decoding while ``batch`` requests decode together, by the times of their tokens; of a single new token, the prefill:
-    prompt tokens up to that token.
+    Decoding while ``batch`` requests decode together, by the times of their tokens; of a single new token,
+    the prefill: prompt tokens up to that token.
     """
 
     batch: int
@@ -311,7 +334,8 @@ class SpeedCase:
 
 @dataclass(frozen=True)
 class WorkloadCase:
-    """A workload from its first arrival to its last token. rate: Poisson arrivals per second in place of its own."""
+    """A workload from its first arrival to its last token.
+    rate: Poisson arrivals per second in place of its own."""
 
     text: str
     at_a_time: int
@@ -326,7 +350,9 @@ class WorkloadCase:
     @property
     def room(self) -> Room:
         tasks = self.tasks(2**31, 0)
-        lengths = sorted((len(task.prompt) + task.max_tokens for task in tasks), reverse=True)[: self.at_a_time]
+        lengths = sorted((len(task.prompt) + task.max_tokens for task in tasks), reverse=True)[
+            : self.at_a_time
+        ]
         return Room(lengths[0], len(lengths), sum(lengths))
 
     def tasks(self, vocab_size: int, repetition: int) -> list[Task]:
@@ -338,11 +364,16 @@ class WorkloadCase:
 
 
 def parse_case(text: str) -> Case:
-    """ "decode:16", "decode:16:300" (prompt tokens), "prefill:512", or a workload. Raises ConfigError for others."""
+    """ "decode:16", "decode:16:300" (prompt tokens), "prefill:512", or a workload.
+    Raises ConfigError for others."""
     kind, *sizes = text.split(":")
     if kind not in ("decode", "prefill"):
         return WorkloadCase(text, at_a_time=64)
     numbers = [int(size) for size in sizes if size.isdigit()]
-    if len(numbers) < len(sizes) or 0 in numbers or len(numbers) not in ((1, 2) if kind == "decode" else (1,)):
+    if (
+        len(numbers) < len(sizes)
+        or 0 in numbers
+        or len(numbers) not in ((1, 2) if kind == "decode" else (1,))
+    ):
         raise ConfigError(f"The case {text!r} must be decode:BATCH[:PROMPT_TOKENS] or prefill:PROMPT_TOKENS.")
     return SpeedCase(*numbers) if kind == "decode" else SpeedCase(1, numbers[0], 1)

@@ -1,6 +1,7 @@
 """Sends requests to an engine when they are due and writes down when each token came.
 
-Needs the standard library only: an engine may live in another Python that has nothing else of this package's needs.
+Needs the standard library only:
+an engine may live in another Python that has nothing else of this package's needs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, Protocol
 class Task:
     """One request: token ids, and how many tokens to generate greedily (end-of-sequence ids do not stop it).
 
-    arrival: when it is sent, from the start of the run or, with ``after``, from the end of that request [seconds].
-    after: index of the request that must have finished before, for the turns of a conversation.
+    arrival: when it is sent, from the start of the run or, with ``after``, from the end of that request
+    [seconds]. after: index of the request that must have finished before, for the turns of a conversation.
     """
 
     prompt: list[int]
@@ -27,7 +28,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one request in a step: new tokens, and the time of their arrival (time.perf_counter) [seconds]."""
+    """Progress of one request in a step:
+    new tokens, and the time of their arrival (time.perf_counter) [seconds]."""
 
     index: int
     token_ids: list[int]
@@ -75,8 +77,9 @@ class Answer:
 class StepEngine(Protocol):
     """The interface of every measured engine.
 
-    facts: about what was loaded; holds at least "vocab_size". A peer's also hold "version" and "own_way", the name of
-    its documented way of running a batch, and the engine has a method ``own_way(tasks)`` that runs requests that way.
+    facts: about what was loaded; holds at least "vocab_size". A peer's also hold "version" and "own_way", the
+    name of its documented way of running a batch, and the engine has a method ``own_way(tasks)`` that runs
+    requests that way.
     """
 
     facts: dict[str, Any]

@@ -1,7 +1,7 @@
 """Other engines as sides of a comparison: llama.cpp, OpenVINO GenAI, vLLM, transformers.
 
-Each engine lives in a Python that may have nothing else, so its packages are imported where it is loaded. Each also
-has ``own_way``: its own documented way of running a batch, to calibrate against.
+Each engine lives in a Python that may have nothing else, so its packages are imported where it is loaded.
+Each also has ``own_way``: its own documented way of running a batch, to calibrate against.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Slot:
 class LlamaCppEngine(Peer):
     """llama.cpp through its Python bindings' C interface: greedy continuous batching over llama_decode.
 
-    Its server's way of batching, in a few lines: every step decodes one token of each running request together with the
-    next tokens of prompts, up to the batch size. Its own way is the loop of llama-batched-bench.
+    Its server's way of batching, in a few lines: every step decodes one token of each running request
+    together with the next tokens of prompts, up to the batch size. Its own way is the loop of
+    llama-batched-bench.
     """
 
     def __init__(self, path: str, *, longest: int, running: int, threads: int, gpu_layers: int) -> None:
@@ -74,14 +75,17 @@ class LlamaCppEngine(Peer):
             raise ModelError(f"llama.cpp cannot load {path}.")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         params = llama_cpp.llama_context_default_params()
-        # Without a unified cache every sequence has a separate part: attention of one does not walk over the others.
+        # Without a unified cache every sequence has a separate part:
+        # attention of one does not walk over the others.
         per_sequence = -(-(longest + 8) // 256) * 256
         params.n_ctx, params.n_seq_max, params.kv_unified = per_sequence * running, running, False
         params.n_batch = max(BATCH_TOKENS, running)
         params.n_threads = params.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
-            raise ModelError(f"llama.cpp cannot make a context of {running} sequences of {per_sequence} tokens.")
+            raise ModelError(
+                f"llama.cpp cannot make a context of {running} sequences of {per_sequence} tokens."
+            )
         self._batch_tokens = params.n_batch
         self._batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self._free_slots = list(range(running))
@@ -117,7 +121,9 @@ class LlamaCppEngine(Peer):
             if finished:
                 self._running.remove(sequence)
                 heapq.heappush(self._free_slots, sequence.slot)
-                self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), sequence.slot, -1, -1)
+                self._api.llama_memory_seq_rm(
+                    self._api.llama_get_memory(self._context), sequence.slot, -1, -1
+                )
             yield Progress(sequence.index, [token], [now], finished)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
@@ -140,8 +146,8 @@ class LlamaCppEngine(Peer):
     def _fill_batch(self) -> list[tuple[Slot, int]]:
         """Put this step's tokens into the batch. Returns who gets logits, and in which row.
 
-        Decodes get their place before prompts, but the batch holds them by sequence id: llama.cpp computes together
-        only what has consecutive ids, and cuts the batch wherever the order breaks off.
+        Decodes get their place before prompts, but the batch holds them by sequence id: llama.cpp computes
+        together only what has consecutive ids, and cuts the batch wherever the order breaks off.
         """
         left, counts = self._batch_tokens, {}
         for sequence in sorted(self._running, key=lambda one: len(one.known) - one.computed):
@@ -152,7 +158,9 @@ class LlamaCppEngine(Peer):
         for sequence in sorted(self._running, key=lambda one: one.slot):
             end = sequence.computed + counts[sequence.slot]
             for position in range(sequence.computed, end):
-                self._put(sequence.known[position], position, sequence.slot, position == len(sequence.known) - 1)
+                self._put(
+                    sequence.known[position], position, sequence.slot, position == len(sequence.known) - 1
+                )
             if sequence.computed < end == len(sequence.known):
                 rows.append((sequence, self._batch.n_tokens - 1))
             sequence.computed = end
@@ -171,7 +179,8 @@ class LlamaCppEngine(Peer):
         self._api.llama_synchronize(self._context)
 
     def own_way(self, tasks: Sequence[Task]) -> None:
-        """All prompts in as few batches as hold them, then one token of every sequence at a time; nothing is sampled.
+        """All prompts in as few batches as hold them, then one token of every sequence at a time;
+        nothing is sampled.
 
         For requests of equal output lengths, not more than can run together.
         """
@@ -197,7 +206,8 @@ def load_llama_cpp(arguments: dict[str, Any]) -> LlamaCppEngine:
 
 
 class OpenvinoEngine(Peer):
-    """OpenVINO GenAI's ContinuousBatchingPipeline, step by step; its own way is the pipeline's ``generate``."""
+    """OpenVINO GenAI's ContinuousBatchingPipeline, step by step;
+    its own way is the pipeline's ``generate``."""
 
     def __init__(self, pipeline: Any, facts: dict[str, Any]) -> None:
         self._pipeline, self.facts = pipeline, facts
@@ -255,8 +265,8 @@ def _config(task: Task) -> Any:
 
 
 def load_openvino(arguments: dict[str, Any]) -> OpenvinoEngine:
-    """arguments: path of the exported model, vocab_size, tokens of all running requests, running, and properties of
-    the device."""
+    """arguments: path of the exported model, vocab_size, tokens of all running requests, running,
+    and properties of the device."""
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
@@ -289,7 +299,9 @@ class VllmEngine(Peer):
     def add(self, index: int, task: Task) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        self._engine.add_request(str(index), {"prompt_token_ids": task.prompt}, _params(task, RequestOutputKind.DELTA))
+        self._engine.add_request(
+            str(index), {"prompt_token_ids": task.prompt}, _params(task, RequestOutputKind.DELTA)
+        )
 
     def step(self) -> Iterable[Progress]:
         outputs = self._engine.step()
@@ -311,21 +323,30 @@ class VllmEngine(Peer):
         # 0: no other tokens than those of the text.
         params = _params(Task(token_ids, 1), RequestOutputKind.FINAL_ONLY, prompt_logprobs=0)
         [output] = self._llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        return [
+            entry[token].logprob
+            for token, entry in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
 
 
 def _params(task: Task, kind: Any, **others: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, detokenize=False, output_kind=kind, **others
+        temperature=0.0,
+        max_tokens=task.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=kind,
+        **others,
     )
 
 
 def load_vllm(arguments: dict[str, Any]) -> VllmEngine:
     """arguments: those of vllm.LLM.
 
-    On a CPU all cores compute: without this, vLLM keeps one for its scheduler. Values that are already set stay.
+    On a CPU all cores compute: without this, vLLM keeps one for its scheduler.
+    Values that are already set stay.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for name, value in (("OMP_THREADS_BIND", cores), ("NUM_OF_RESERVED_CPU", "0"), ("KVCACHE_SPACE", "2")):
@@ -347,7 +368,8 @@ def load_vllm(arguments: dict[str, Any]) -> VllmEngine:
 
 
 class GenerateEngine(Peer):
-    """transformers' ``generate``: batches of at most ``running`` requests, padded on the left, each run to its end.
+    """transformers' ``generate``: batches of at most ``running`` requests, padded on the left,
+    each run to its end.
 
     A request that comes meanwhile waits. Its own way is ``generate`` without a clock for the tokens.
     """
@@ -414,7 +436,8 @@ class GenerateEngine(Peer):
 
 
 class ContinuousBatchingEngine(Peer):
-    """transformers' ContinuousBatchingManager, in a thread of its own; times are those that it records itself."""
+    """transformers' ContinuousBatchingManager, in a thread of its own;
+    times are those that it records itself."""
 
     def __init__(self, model: Any, facts: dict[str, Any], num_blocks: int, max_batch_tokens: int) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -447,11 +470,15 @@ class ContinuousBatchingEngine(Peer):
             return
         tokens = list(output.generated_tokens)
         error = None if output.error is None else f"TransformersError: {output.error}"
-        yield Progress(int(output.request_id), tokens, list(output.timestamps or ()), output.is_finished(), error)
+        yield Progress(
+            int(output.request_id), tokens, list(output.timestamps or ()), output.is_finished(), error
+        )
 
     def own_way(self, tasks: Sequence[Task]) -> None:
         """For requests of equal output lengths."""
-        self._manager.add_requests(inputs=[list(task.prompt) for task in tasks], max_new_tokens=tasks[0].max_tokens)
+        self._manager.add_requests(
+            inputs=[list(task.prompt) for task in tasks], max_new_tokens=tasks[0].max_tokens
+        )
         unfinished = len(tasks)
         while unfinished:
             output = self._manager.get_result(timeout=1)
@@ -461,7 +488,8 @@ class ContinuousBatchingEngine(Peer):
 
 
 def load_model(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same weights as our engine's, in transformers. arguments: model and dtype. Raises ConfigError, ModelError."""
+    """The same weights as our engine's, in transformers. arguments: model and dtype.
+    Raises ConfigError, ModelError."""
     import torch
     import transformers
 

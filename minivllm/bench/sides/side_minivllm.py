@@ -24,7 +24,8 @@ RANKS = (8, 16, 32, 64)
 
 
 def ranks_of(count: int, max_rank: int) -> list[int]:
-    """Ranks of ``count`` adapters: 8, 16, 32, 64 in turn, none above max_rank, or max_rank if it is below 8."""
+    """Ranks of ``count`` adapters: 8, 16, 32, 64 in turn, none above max_rank,
+    or max_rank if it is below 8."""
     allowed = [rank for rank in RANKS if rank <= max_rank] or [max_rank]
     return [allowed[index % len(allowed)] for index in range(count)]
 
@@ -32,10 +33,11 @@ def ranks_of(count: int, max_rank: int) -> list[int]:
 def write_random_adapters(
     directory: Path, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]
 ) -> list[LoRARequest]:
-    """Write one adapter of each rank in PEFT's format that changes all layers a little; seeded. How fast adapters are
-    served does not depend on what they learnt.
+    """Write one adapter of each rank in PEFT's format that changes all layers a little; seeded. How fast
+    adapters are served does not depend on what they learnt.
 
-    shapes: [out, in] of every linear layer by its name in the model, such as ``model.layers.0.self_attn.q_proj``.
+    shapes: [out, in] of every linear layer by its name in the model, such as
+    ``model.layers.0.self_attn.q_proj``.
     """
     import torch
     from safetensors.torch import save_file
@@ -58,10 +60,14 @@ def write_random_adapters(
 
 
 class MinivllmEngine:
-    """LLMEngine, step by step. adapters: the requests use them in turn; empty: none. structure: of all answers."""
+    """LLMEngine, step by step. adapters: the requests use them in turn; empty: none.
+    structure: of all answers."""
 
     def __init__(
-        self, engine: LLMEngine, adapters: Sequence[LoRARequest] = (), structure: StructuredOutputs | None = None
+        self,
+        engine: LLMEngine,
+        adapters: Sequence[LoRARequest] = (),
+        structure: StructuredOutputs | None = None,
     ) -> None:
         self.engine, self._adapters, self._structure = engine, adapters, structure
         config = engine.client.config
@@ -106,14 +112,18 @@ class MinivllmEngine:
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         """See Side. Raises ModelError for a text that the engine refuses."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=OutputKind.FINAL_ONLY)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=OutputKind.FINAL_ONLY
+        )
         self.engine.add_request("text", {"prompt_token_ids": token_ids}, params)
         while not (outputs := self.engine.step()):
             pass
         if outputs[0].error is not None:
             raise ModelError(outputs[0].error)
         entries = outputs[0].prompt_logprobs or []
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True) if entry]
+        return [
+            entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True) if entry
+        ]
 
     def counters(self) -> dict[str, float]:
         after, before = self.engine.stats(), self._before
@@ -130,8 +140,8 @@ class MinivllmEngine:
 
 
 def load(arguments: dict[str, Any]) -> MinivllmEngine:
-    """The engine with its arguments, and two more: ``lora`` is how many random adapters the requests use in turn,
-    ``regex`` what all answers match: they end where it lets them. It waits until the model is compiled.
+    """The engine with its arguments, and two more: ``lora`` is how many random adapters the requests use in
+    turn, ``regex`` what all answers match: they end where it lets them. It waits until the model is compiled.
 
     Raises ConfigError or ModelError.
     """

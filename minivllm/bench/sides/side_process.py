@@ -1,9 +1,10 @@
 """One side of a comparison: a process that loads an engine and runs what it is told.
 
-It reads one JSON object per line, ``{"tasks": [{"prompt", "max_tokens", "arrival", "after"}], "own_way": false}``, and
-answers ``{"seconds", "records", "peak_bytes", "counters"}``; with own_way the engine runs the tasks its own documented
-way, which tells no more than the seconds. ``{"text": [ids]}`` it answers with ``{"log_probabilities": […]}``, of every
-token but the first. Its first line is ``{"ready": {facts}}``. Output of the engine goes to
+It reads one JSON object per line, ``{"tasks": [{"prompt", "max_tokens", "arrival", "after"}], "own_way":
+false}``, and answers ``{"seconds", "records", "peak_bytes", "counters"}``; with own_way the engine runs the
+tasks its own documented way, which tells no more than the seconds. ``{"text": [ids]}`` it answers with
+``{"log_probabilities": […]}``, of every token but the first. Its first line is ``{"ready": {facts}}``. Output
+of the engine goes to
 standard error. A peer's Python needs nothing of what this package depends on.
 
     python -m minivllm.bench.sides.side_process minivllm '{"model": "smollm2"}'
@@ -36,14 +37,15 @@ LOADERS = {
     "vllm": ("peers", "load_vllm"),
     "openvino": ("peers", "load_openvino"),
 }
-"""engine -> the module of this package and the function of it that makes a StepEngine of the side's arguments."""
+"""engine -> the module of this package and the function of it that makes a StepEngine of the side's
+arguments."""
 
 SECONDS_TO_END = 20
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process held: on the accelerator if it used one, else in main memory. There, the peaks of
-    all processes that it has started and that still run are added: engines have workers.
+    """The most memory this process held: on the accelerator if it used one, else in main memory. There, the
+    peaks of all processes that it has started and that still run are added: engines have workers.
 
     Memory that several of them share is counted for each.
     """

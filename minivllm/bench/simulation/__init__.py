@@ -1,4 +1,5 @@
-"""Many engines without a model: real schedulers, prefix caches and routing, in the time that a step would take.
+"""Many engines without a model:
+real schedulers, prefix caches and routing, in the time that a step would take.
 
 May import: bench, bench.reports, bench.rounds, bench.sides, cli.engine, config, data_parallel, kv_cache,
 plugins, scheduler, simulation.

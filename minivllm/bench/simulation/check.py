@@ -1,4 +1,5 @@
-"""``minivllm simulate --check``: the same requests at the same times, on real engines and on simulated ones."""
+"""``minivllm simulate --check``:
+the same requests at the same times, on real engines and on simulated ones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from minivllm.bench.simulation.step_time import StepTime, fit_points
 from minivllm.errors import ConfigError, ModelError
 
 DECODES, PROMPT, NEW_TOKENS, PREFILL = (1, 8), 32, 48, 256
-"""Requests of every engine that decode together while its steps are timed, their tokens; tokens of a prompt."""
+"""Requests of every engine that decode together while its steps are timed, their tokens;
+tokens of a prompt."""
 ROUNDS = 3
 COMPARED = ("TTFT", "ITL", "E2E", "requests", "output", "prefix cache hits")
 
@@ -35,11 +37,14 @@ class Room:
     tokens: int
 
 
-CALIBRATION = Room(max(PROMPT + NEW_TOKENS, PREFILL + 1), max(max(DECODES) * (PROMPT + NEW_TOKENS), PREFILL + 1))
+CALIBRATION = Room(
+    max(PROMPT + NEW_TOKENS, PREFILL + 1), max(max(DECODES) * (PROMPT + NEW_TOKENS), PREFILL + 1)
+)
 
 
 def real_engines(text: str, cluster: Cluster, policy: str) -> SideSpec:
-    """The engines of a cluster as they are started. text: "MODEL" or "MODEL,ARGUMENT=VALUE,…". Raises ConfigError."""
+    """The engines of a cluster as they are started. text: "MODEL" or "MODEL,ARGUMENT=VALUE,…".
+    Raises ConfigError."""
     model, *pairs = text.split(",")
     if not model or "=" in model:
         raise ConfigError(f"--check is {text!r}, but must be MODEL or MODEL,ARGUMENT=VALUE,…")
@@ -60,14 +65,21 @@ def real_engines(text: str, cluster: Cluster, policy: str) -> SideSpec:
     if cluster.failures:
         raise ConfigError("--failure goes without --check: nobody kills real engines.")
     if CALIBRATION.tokens > (cluster.num_blocks - 1) * cluster.block_size:
-        raise ConfigError(f"--check needs a KV cache of {CALIBRATION.tokens} tokens: give it more --num-blocks.")
+        raise ConfigError(
+            f"--check needs a KV cache of {CALIBRATION.tokens} tokens: give it more --num-blocks."
+        )
     return SideSpec("measured", "minivllm", given.arguments | fixed)
 
 
 def measure_step_time(
-    engines: Engines, num_engines: int, budget: int, vocab_size: int, say: Callable[[str], None] = lambda what: None
+    engines: Engines,
+    num_engines: int,
+    budget: int,
+    vocab_size: int,
+    say: Callable[[str], None] = lambda what: None,
 ) -> StepTime:
-    """How long steps of these engines take while all of them work, and while only one does: they share a machine.
+    """How long steps of these engines take while all of them work, and while only one does:
+    they share a machine.
 
     Raises ModelError if they answer too little to tell.
     """
@@ -118,6 +130,7 @@ def verdicts(predicted: Sequence[Figure], measured: Sequence[Figure]) -> list[st
         ours, theirs = median(figure.samples), median(other.samples)
         ratio = f": {ours / theirs:.2f} ×" if theirs else ""
         sentences.append(
-            f"{figure.metric}: predicted {ours:.3g} {figure.unit}, measured {theirs:.3g} {figure.unit}{ratio}."
+            f"{figure.metric}: predicted {ours:.3g} {figure.unit}, measured {theirs:.3g} "
+            f"{figure.unit}{ratio}."
         )
     return sentences

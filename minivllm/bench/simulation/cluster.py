@@ -73,7 +73,9 @@ class SimulatedEngine:
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float]) -> None:
         blocks = FullAttentionManager(cluster.num_blocks, cluster.block_size)
-        self.scheduler = Scheduler(cluster.scheduler, KVCacheManager([blocks], cluster.scheduler.max_model_len))
+        self.scheduler = Scheduler(
+            cluster.scheduler, KVCacheManager([blocks], cluster.scheduler.max_model_len)
+        )
         self.scheduler.policy.clock = clock
         self._step_time = cluster.step_time
         self._running: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
@@ -121,7 +123,9 @@ class _Run:
         self._engines = [SimulatedEngine(cluster, self._clock) for _ in range(cluster.num_engines)]
         self._num_left = len(tasks)
         self._followers: dict[int, list[int]] = {}
-        self.outcome = Outcome([Record() for _ in tasks], found=[0] * len(tasks), computed=[0] * cluster.num_engines)
+        self.outcome = Outcome(
+            [Record() for _ in tasks], found=[0] * len(tasks), computed=[0] * cluster.num_engines
+        )
         for failure in cluster.failures:
             self._plan(failure.time, partial(self._fail, failure))
         for index, task in enumerate(tasks):
@@ -160,7 +164,8 @@ class _Run:
         )
         engine = self._router.add(request)
         self._engines[engine].scheduler.add_request(Request(request))
-        # Requests of one moment are in the same step: the engine looks at all that have arrived before it decides.
+        # Requests of one moment are in the same step:
+        # the engine looks at all that have arrived before it decides.
         start = engine, self._lives[engine]
         if start not in self._starting:
             self._starting.add(start)

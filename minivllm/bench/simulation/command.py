@@ -55,48 +55,63 @@ class SimulationOptions:
     ] = None
     rates: Annotated[
         str | None,
-        typer.Option(help="Poisson arrivals per second, one rate after the other, ascending; --png draws the curves."),
+        typer.Option(
+            help="Poisson arrivals per second, one rate after the other, ascending; --png draws the curves."
+        ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="data_parallel_policy, repeatable; the others are compared with the first. [default: all]"),
+        typer.Option(
+            help="data_parallel_policy, repeatable; the others are compared with the first. [default: all]"
+        ),
     ] = None
     scheduling_policy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Who comes first in each engine: {', '.join(POLICIES.known)}, or package.module:Class (repeatable). "
+            help=f"Who comes first in each engine: {', '.join(POLICIES.known)}, or package.module:Class "
+            "(repeatable). "
             "[default: fcfs]"
         ),
     ] = None
     data_parallel_size: Annotated[int, typer.Option(min=1, max=4096, help="Engines.")] = 2
     fit: Annotated[
         Path | None,
-        typer.Option(help="JSON of bench model with decode:1, decode:16 and prefill:512: how long steps take."),
+        typer.Option(
+            help="JSON of bench model with decode:1, decode:16 and prefill:512: how long steps take."
+        ),
     ] = None
     step_ms: Annotated[
         str | None,
-        typer.Option(help="In place of --fit, milliseconds of a step, of a prompt token, of a request that decodes."),
+        typer.Option(
+            help="In place of --fit, milliseconds of a step, of a prompt token, of a request that decodes."
+        ),
     ] = None
     failure: Annotated[
         list[str] | None,
-        typer.Option(help="ENGINE:AT:SECONDS: it dies at a time, and serves again so many seconds later (repeatable)."),
+        typer.Option(
+            help="ENGINE:AT:SECONDS: it dies at a time, and serves again so many seconds later (repeatable)."
+        ),
     ] = None
     check: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL[,ARGUMENT=VALUE,…]",
-            help="Also start real engines, send them the same requests at the same times, and print what was measured "
+            help="Also start real engines, send them the same requests at the same times, and print what was "
+            "measured "
             "beside what was predicted. Without --fit and --step-ms their steps are timed first.",
         ),
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at the same time, of each engine.")] = 64
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Requests that run at the same time, of each engine.")
+    ] = 64
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of the KV cache.")] = 64
     num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of the KV cache of each engine.")] = 1024
 
     def loads(self) -> list[tuple[str, str | None, float | None]]:
-        """(name of a case, arrivals in place of the workload's own, place on the axis). Raises ConfigError."""
+        """(name of a case, arrivals in place of the workload's own, place on the axis).
+        Raises ConfigError."""
         if self.rates is None:
             name = self.workload if self.arrivals is None else f"{self.workload}, {self.arrivals}"
             return [(name, self.arrivals, None)]
@@ -123,14 +138,19 @@ class SimulationOptions:
             return None
         if (self.fit is None) == (self.step_ms is None):
             raise ConfigError("How long steps take must be told: give either --fit or --step-ms.")
-        return fit_step_time(read_report(self.fit)) if self.fit is not None else parse_step_time(str(self.step_ms))
+        return (
+            fit_step_time(read_report(self.fit))
+            if self.fit is not None
+            else parse_step_time(str(self.step_ms))
+        )
 
     @property
     def scheduling_policies(self) -> list[str]:
         return self.scheduling_policy or ["fcfs"]
 
     def cluster(self, step_time: StepTime, tasks: Sequence[Task]) -> Cluster:
-        """With the first scheduling policy. Raises ConfigError for a failure that cannot be, or an unknown policy."""
+        """With the first scheduling policy.
+        Raises ConfigError for a failure that cannot be, or an unknown policy."""
         for name in self.scheduling_policies:
             make_policy(name)
         limits = SchedulerConfig(
@@ -158,7 +178,8 @@ def _failure(text: str, num_engines: int) -> Failure:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"--failure is {text!r}, but must be ENGINE:AT:SECONDS with an engine below {num_engines}, such as 0:10:30."
+            f"--failure is {text!r}, but must be ENGINE:AT:SECONDS with an engine below {num_engines}, such "
+            "as 0:10:30."
         ) from None
     return failure
 
@@ -167,26 +188,28 @@ def _failure(text: str, num_engines: int) -> Failure:
 def simulate(options: SimulationOptions, output: OutputOptions) -> None:
     """Simulate engines that share requests: real schedulers, prefix caches and routing, no model.
 
-    Step times are those of a line through measured steps, which --fit reads from a report of bench model. Contexts,
-    network and frontend have no effect, so compare policies with it, not machines. A single engine is simulated for
-    comparison: its cache hits show the loss by routing. --check measures the error of the simulation on this machine.
+    Step times are those of a line through measured steps, which --fit reads from a report of bench model.
+    Contexts, network and frontend have no effect, so compare policies with it, not machines. A single engine
+    is simulated for comparison: its cache hits show the loss by routing. --check measures the error of the
+    simulation on this machine.
 
-    Example: minivllm simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals poisson:40
-    --step-ms 20,1.7,2.3
+    Example: minivllm simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals
+    poisson:40 --step-ms 20,1.7,2.3
 
-    Latency against load: minivllm simulate --workload poisson:200:1:32:256 --rates 0.5,1,2,4 --step-ms 20,1.7,2.3
-    --png load.png
+    Latency against load: minivllm simulate --workload poisson:200:1:32:256 --rates 0.5,1,2,4 --step-ms
+    20,1.7,2.3 --png load.png
 
     Scheduling by response ratio: minivllm simulate --data-parallel-size 1 --policy round_robin
-    --workload prefix-groups:20:50:1024:64:16 --arrivals poisson:2 --block-size 16 --num-blocks 400 --max-num-seqs 8
-    --scheduling-policy fcfs --scheduling-policy response-ratio --step-ms 20,1,1
+    --workload prefix-groups:20:50:1024:64:16 --arrivals poisson:2 --block-size 16 --num-blocks 400
+    --max-num-seqs 8 --scheduling-policy fcfs --scheduling-policy response-ratio --step-ms 20,1,1
 
     A dead engine: minivllm simulate --data-parallel-size 4 --failure 0:10:30 --step-ms 20,1.7,2.3
 
     Fitted: minivllm bench model --case decode:1 --case decode:16 --case prefill:512 --json speed.json, then
     minivllm simulate --fit speed.json
 
-    Against two real engines: minivllm simulate --check smollm2 --workload multi-turn:8:3:64:16 --arrivals poisson:1
+    Against two real engines: minivllm simulate --check smollm2 --workload multi-turn:8:3:64:16 --arrivals
+    poisson:1
     """
     step_time, loads = options.step_time(), options.loads()
     tasks = [options.tasks(arrivals) for _, arrivals, _ in loads]
@@ -239,7 +262,8 @@ def _simulated(
 
 
 def _checked(options: SimulationOptions, cluster: Cluster, step_time: StepTime | None) -> Report:
-    """One policy, on real engines and on simulated ones. Raises ConfigError, or ModelError if they do not start."""
+    """One policy, on real engines and on simulated ones.
+    Raises ConfigError, or ModelError if they do not start."""
     [name, *others] = options.policy or ["prefix"]
     if others or options.rates is not None or len(options.scheduling_policies) > 1:
         raise ConfigError("--check runs one policy under one load: leave --rates and further policies out.")
@@ -256,7 +280,10 @@ def _checked(options: SimulationOptions, cluster: Cluster, step_time: StepTime |
         answer = engines.run(tasks)
     cluster = replace(cluster, step_time=step_time)
     predicted, measured = figures_of(run_cluster(cluster, policy(), tasks)), figures_of_answer(answer)
-    own = [*_measurements(case, "predicted", predicted).values(), *_measurements(case, "measured", measured).values()]
+    own = [
+        *_measurements(case, "predicted", predicted).values(),
+        *_measurements(case, "measured", measured).values(),
+    ]
     notes = [*verdicts(predicted, measured), f"A step takes {_said(step_time)}."]
     if step_time.alone is not None:
         notes.append(f"While the other engines are idle, it takes {_said(step_time.alone)}.")
@@ -265,7 +292,8 @@ def _checked(options: SimulationOptions, cluster: Cluster, step_time: StepTime |
 
 def _said(time: StepTime) -> str:
     return (
-        f"{1e3 * time.base:.3g} ms, {1e3 * time.prompt_token:.3g} ms for a prompt token and {1e3 * time.decode:.3g} ms "
+        f"{1e3 * time.base:.3g} ms, {1e3 * time.prompt_token:.3g} ms for a prompt token and "
+        f"{1e3 * time.decode:.3g} ms "
         "for a request that decodes"
     )
 
@@ -275,8 +303,13 @@ def _configuration(options: SimulationOptions, cluster: Cluster) -> dict[str, An
     return {**given, "step_time": asdict(cluster.step_time)}
 
 
-def _measurements(case: str, side: str, figures: Sequence[Figure], x: float | None = None) -> dict[str, Measurement]:
-    return {one.metric: Measurement(case, side, one.metric, one.unit, one.better, one.samples, x) for one in figures}
+def _measurements(
+    case: str, side: str, figures: Sequence[Figure], x: float | None = None
+) -> dict[str, Measurement]:
+    return {
+        one.metric: Measurement(case, side, one.metric, one.unit, one.better, one.samples, x)
+        for one in figures
+    }
 
 
 def figures_of_answer(answer: Answer) -> list[Figure]:

@@ -13,10 +13,11 @@ from minivllm.errors import ConfigError, RequestError
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: ``base``, and so many for each prompt token and for each request that decodes. How long the
-    contexts are that they attend to is left out.
+    """Seconds of a step: ``base``, and so many for each prompt token and for each request that decodes. How
+    long the contexts are that they attend to is left out.
 
-    alone: of an engine whose neighbours are idle, where engines share a machine; None if they do not slow one another.
+    alone: of an engine whose neighbours are idle, where engines share a machine;
+    None if they do not slow one another.
     """
 
     base: float
@@ -40,7 +41,8 @@ def parse_step_time(text: str) -> StepTime:
         numbers = []
     if len(numbers) != 3 or not all(0 <= number < 1e6 for number in numbers) or not any(numbers):
         raise ConfigError(
-            f"--step-ms is {text!r}, but must be the milliseconds of a step, of each prompt token and of each request "
+            f"--step-ms is {text!r}, but must be the milliseconds of a step, of each prompt token and of "
+            "each request "
             "that decodes, such as 20,1.7,2.3."
         )
     base, prompt_token, decode = numbers
@@ -48,10 +50,11 @@ def parse_step_time(text: str) -> StepTime:
 
 
 def fit_step_time(report: Report) -> StepTime:
-    """The step time of the first engine in a report of ``bench model``. Raises RequestError if it tells too little.
+    """The step time of the first engine in a report of ``bench model``.
+    Raises RequestError if it tells too little.
 
-    Decoding at two batch sizes or more gives the base and the cost of a request, by least squares of the step times
-    relative to what was measured. A prefill gives the cost of a prompt token.
+    Decoding at two batch sizes or more gives the base and the cost of a request, by least squares of the step
+    times relative to what was measured. A prefill gives the cost of a prompt token.
     """
     speeds = [one for one in report.measurements if one.metric == "speed" and one.samples]
     speeds = [one for one in speeds if one.side == speeds[0].side]
@@ -64,7 +67,8 @@ def fit_step_time(report: Report) -> StepTime:
             prefills.append((int(found[1]), int(found[1]) / median(one.samples)))
     if len({batch for batch, _ in decodes}) < 2 or not prefills:
         raise RequestError(
-            "The report does not tell how long a step takes: write one with minivllm bench model --case decode:1 "
+            "The report does not tell how long a step takes: write one with minivllm bench model --case "
+            "decode:1 "
             "--case decode:16 --case prefill:512 --json FILE."
         )
     facts = report.configuration.get("sides", {}).get(speeds[0].side, {})
@@ -72,9 +76,11 @@ def fit_step_time(report: Report) -> StepTime:
     return fit_points(decodes, longest, seconds, facts.get("max_num_batched_tokens", longest))
 
 
-def fit_points(decodes: Sequence[tuple[int, float]], prompt_tokens: int, seconds: float, budget: int) -> StepTime:
-    """decodes: (batch, seconds of a step), of two batches or more. seconds: until the first token of a prompt that is
-    computed in steps of ``budget`` tokens."""
+def fit_points(
+    decodes: Sequence[tuple[int, float]], prompt_tokens: int, seconds: float, budget: int
+) -> StepTime:
+    """decodes: (batch, seconds of a step), of two batches or more. seconds: until the first token of a prompt
+    that is computed in steps of ``budget`` tokens."""
     base, decode = _line(decodes)
     num_steps = -(-prompt_tokens // budget)
     return StepTime(base, max(0.0, (seconds - num_steps * base) / prompt_tokens), decode)

@@ -42,7 +42,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{path} has no token_embd.weight matrix, so its vocabulary size is unknown.")
-        held = {tensor.split(".", 2)[-1] for tensor in file.tensors}  # in any layer: not all of them need be alike
+        held = {
+            tensor.split(".", 2)[-1] for tensor in file.tensors
+        }  # in any layer: not all of them need be alike
         entries: dict[str, Any] = {
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -57,17 +59,25 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             value = _number(_where_any(metadata.get(f"{name}.{key}")), f"{path}: {name}.{key}")
             if value is not None:
                 entries[entry] = value
-            elif entry in _REQUIRED and not (entry == "intermediate_size" and f"{name}.expert_count" in metadata):
+            elif entry in _REQUIRED and not (
+                entry == "intermediate_size" and f"{name}.expert_count" in metadata
+            ):
                 raise ModelError(f"{path} does not set {name}.{key}.")
         rotated = metadata.get(f"{name}.rope.dimension_count")
         hidden_size, num_heads = entries["hidden_size"], entries["num_attention_heads"]
-        if "head_dim" not in entries and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+        if (
+            "head_dim" not in entries
+            and isinstance(hidden_size, int)
+            and isinstance(num_heads, int)
+            and num_heads > 0
+        ):
             entries["head_dim"] = hidden_size // num_heads
         head_dim = entries.get("head_dim")
         if rotated is not None and rotated != head_dim:
             if not isinstance(rotated, int) or not isinstance(head_dim, int) or not 0 < rotated < head_dim:
                 raise ModelError(
-                    f"{path}: {name}.rope.dimension_count is {rotated!r}, but must be at most the {head_dim} elements "
+                    f"{path}: {name}.rope.dimension_count is {rotated!r}, but must be at most the {head_dim} "
+                    "elements "
                     "of a head."
                 )
             # Half an element more, so that rounding down gives the very number again.
@@ -86,7 +96,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             entries["sliding_window"] = window or None
         if family.from_gguf is not None:
             prefix = f"{name}."
-            own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+            own = {
+                key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+            }
             entries.update(family.from_gguf(own, entries))
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         entries["eos_token_id"] = end_of_generation(metadata)
@@ -94,7 +106,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _where_any(value: Any) -> Any:
-    """A list by layer without its zeros: layers without KV heads do not attend, and have none of another number."""
+    """A list by layer without its zeros:
+    layers without KV heads do not attend, and have none of another number."""
     return [entry for entry in value if entry] or 0 if isinstance(value, list) else value
 
 
@@ -123,7 +136,9 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
     if ROPE_FACTORS in file.tensors:
         theta = rope.get("rope_theta", 10000.0)
         if math.prod(file.tensors[ROPE_FACTORS].shape) > MAX_ROTARY_FACTORS or not 0.0 < theta < math.inf:
-            raise ModelError(f"{file.path}: {ROPE_FACTORS} does not fit rotary heads with the base {theta!r}.")
+            raise ModelError(
+                f"{file.path}: {ROPE_FACTORS} does not fit rotary heads with the base {theta!r}."
+            )
         factors = file.dequantize(ROPE_FACTORS, torch.float64).flatten().tolist()
         rope.update(llama3_parameters(factors, theta, str(file.path)))
         return rope
@@ -135,7 +150,9 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
     if kind == "none" or not factor or factor == 1.0:
         return rope
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"{file.path}: {name}.rope.scaling.type is {kind!r}, but supported are: none, linear, yarn.")
+        raise ModelError(
+            f"{file.path}: {name}.rope.scaling.type is {kind!r}, but supported are: none, linear, yarn."
+        )
     rope.update({"rope_type": kind, "factor": factor})
     if kind == "yarn":
         for entry in ("beta_fast", "beta_slow"):
@@ -171,9 +188,10 @@ def _longrope_parameters(file: GGUFFile, name: str) -> dict[str, Any]:
 def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[str, Any]:
     """Find the llama3 rotary parameters of GGUF's ``rope_freqs.weight``, which stores only their effect.
 
-    factors: what each rotary frequency is divided by, ``[head_dim / 2]``. The published models use low and high
-    frequency factors 1 and 4 over an original context that is a power of two; that choice is rebuilt and compared.
-    Raises ModelError when no such choice gives these factors, for the model would be wrong without them.
+    factors: what each rotary frequency is divided by, ``[head_dim / 2]``. The published models use low and
+    high frequency factors 1 and 4 over an original context that is a power of two; that choice is rebuilt and
+    compared. Raises ModelError when no such choice gives these factors, for the model would be wrong without
+    them.
     """
     if all(factor == 1.0 for factor in factors):
         return {}
@@ -192,4 +210,6 @@ def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[s
                     "high_freq_factor": 4.0,
                     "original_max_position_embeddings": original,
                 }
-    raise ModelError(f"{source}: {ROPE_FACTORS} holds rotary factors that are not those of a known Llama 3 scaling.")
+    raise ModelError(
+        f"{source}: {ROPE_FACTORS} holds rotary factors that are not those of a known Llama 3 scaling."
+    )

@@ -70,10 +70,11 @@ class _EngineElsewhere:
 
 
 class RemoteSession(ChatSession):
-    """A conversation by /v1/chat/completions. Tokens are counted by /tokenize, which servers other than OpenAI's have.
+    """A conversation by /v1/chat/completions.
+    Tokens are counted by /tokenize, which servers other than OpenAI's have.
 
-    url: where the server's /v1 is. model: one that it serves; "" for its first. params: the settings to begin with,
-    given how the server samples by default. context_size: of servers that do not
+    url: where the server's /v1 is. model: one that it serves; "" for its first. params: the settings to begin
+    with, given how the server samples by default. context_size: of servers that do not
     tell theirs [tokens]. Raises ConfigError or ModelError.
     """
 
@@ -101,7 +102,9 @@ class RemoteSession(ChatSession):
     def switch_model(self, model: str) -> None:
         """Talk to another model of the server. Raises RequestError if it serves none of this name."""
         if model not in self._models:
-            raise RequestError(f"The server at {self.url} does not serve {model!r}; it has: {', '.join(self._models)}.")
+            raise RequestError(
+                f"The server at {self.url} does not serve {model!r}; it has: {', '.join(self._models)}."
+            )
         if self._context_size is None and not isinstance(self._models[model].get("max_model_len"), int):
             raise RequestError(
                 f"The server at {self.url} does not say how long the context of {model} is: give it with "
@@ -143,7 +146,11 @@ class RemoteSession(ChatSession):
 
     def prompt_token_ids(self, messages: list[Message]) -> list[int]:
         return self._tokenize(
-            {"messages": self.conversation(messages), "add_generation_prompt": True, **self._template_fields()}
+            {
+                "messages": self.conversation(messages),
+                "add_generation_prompt": True,
+                **self._template_fields(),
+            }
         )
 
     def _template_fields(self) -> dict[str, Any]:
@@ -170,7 +177,9 @@ class RemoteSession(ChatSession):
         except httpx.HTTPError as error:
             raise unreachable(self.url, error) from None
         if answer.status_code == 404:
-            raise RequestError(f"The server at {self.url} has no /tokenize, so its tokens cannot be counted from here.")
+            raise RequestError(
+                f"The server at {self.url} has no /tokenize, so its tokens cannot be counted from here."
+            )
         if answer.status_code != 200:
             raise RequestError(error_message(answer.text))
         return [int(token) for token in answer.json()["tokens"]]
@@ -182,7 +191,9 @@ class RemoteSession(ChatSession):
         neutral = SamplingParams()
         given = {name: getattr(self.params, name) for name in SETTINGS if name != "max_tokens"}
         body: dict[str, Any] = {
-            name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(neutral, name)
+            name: value
+            for name, value in given.items()
+            if name in ALWAYS_SENT or value != getattr(neutral, name)
         }
         if "logit_bias" in body:
             body["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
@@ -220,7 +231,9 @@ class RemoteSession(ChatSession):
 
         An answer that breaks off keeps what has arrived. Raises RequestError if that is nothing.
         """
-        generation = RemoteGeneration(metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=0))
+        generation = RemoteGeneration(
+            metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=0)
+        )
         reading = asyncio.create_task(self._read_stream(body, generation, on_text))
         while not reading.done() and not is_interrupted():
             await asyncio.wait({reading}, timeout=SECONDS_BETWEEN_LOOKS)
@@ -254,14 +267,17 @@ class RemoteSession(ChatSession):
         except RequestError:  # a ValueError too
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestError(f"The answer of the server at {self.url} is broken: {error}. Try again.") from None
+            raise RequestError(
+                f"The answer of the server at {self.url} is broken: {error}. Try again."
+            ) from None
         generation.metrics.finished_time = time.monotonic()
         generation.finish_reason = generation.finish_reason or str(FinishReason.STOP)
 
     async def _take_in(
         self, response: httpx.Response, generation: RemoteGeneration, on_text: Callable[[str], None]
     ) -> None:
-        """Show reasoning between the tags that stand around it in a model's own text; only the answer is kept."""
+        """Show reasoning between the tags that stand around it in a model's own text;
+        only the answer is kept."""
         is_reasoning, metrics = False, generation.metrics
         async with aclosing(stream_events(response)) as events:
             async for event in events:
@@ -271,10 +287,15 @@ class RemoteSession(ChatSession):
                     details = usage.get("prompt_tokens_details") or {}
                     generation.num_prompt_tokens = metrics.num_prompt_tokens = int(usage["prompt_tokens"])
                     generation.num_counted = metrics.num_generation_tokens = int(usage["completion_tokens"])
-                    generation.num_cached_tokens = metrics.num_cached_tokens = int(details.get("cached_tokens") or 0)
+                    generation.num_cached_tokens = metrics.num_cached_tokens = int(
+                        details.get("cached_tokens") or 0
+                    )
                 for choice in event.get("choices") or ():
                     delta = choice["delta"]
-                    thought, text = delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")
+                    thought, text = (
+                        delta.get("reasoning_content") or delta.get("reasoning"),
+                        delta.get("content"),
+                    )
                     if thought or text:
                         metrics.last_token_time = time.monotonic()
                         metrics.first_token_time = metrics.first_token_time or metrics.last_token_time
@@ -292,7 +313,11 @@ class RemoteSession(ChatSession):
 def check_engine_args(args: EngineArgs) -> None:
     """Raises RequestError naming the flags that would have to reach an engine which runs already."""
     given, plain = asdict(args), asdict(EngineArgs())
-    changed = [name for name in plain if given[name] != plain[name] and name not in ("model", "max_model_len")]
+    changed = [
+        name for name in plain if given[name] != plain[name] and name not in ("model", "max_model_len")
+    ]
     if changed:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        raise RequestError(f"With --url the engine is the server's, which has its own settings: leave out {flags}.")
+        raise RequestError(
+            f"With --url the engine is the server's, which has its own settings: leave out {flags}."
+        )

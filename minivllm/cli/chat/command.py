@@ -1,4 +1,5 @@
-"""``minivllm chat``: talk with a model, or have one prompt answered: the command, its input and its output."""
+"""``minivllm chat``: talk with a model, or have one prompt answered:
+the command, its input and its output."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minivllm.cli.conversation.chat_session import ChatSession
-from minivllm.cli.conversation.slash_commands import COMMANDS, FILE_COMMANDS, SETTINGS, Next, is_command, run_command
+from minivllm.cli.conversation.slash_commands import (
+    COMMANDS,
+    FILE_COMMANDS,
+    SETTINGS,
+    Next,
+    is_command,
+    run_command,
+)
 from minivllm.cli.engine.engine_start import EngineHost, Generation, ProgressHandler, engine_log
 from minivllm.cli.engine.options import (
     SamplingOptions,
@@ -74,7 +82,8 @@ class InterruptFlag:
 
 
 def notice(text: str) -> None:
-    """Tell the user something that is not the model's: dim, on stderr, on a terminal wrapped between words."""
+    """Tell the user something that is not the model's:
+    dim, on stderr, on a terminal wrapped between words."""
     if not text:
         return
     lines = printable(text).split("\n")
@@ -128,9 +137,15 @@ def held_back(log: ProgressHandler) -> Iterator[None]:
 
 
 def stream_answer(generate: Generate, log: ProgressHandler, waiting: str, raw: bool) -> Generation:
-    """Print an answer as it comes. Ctrl-C ends it and keeps what was said. waiting: shown until the first text."""
+    """Print an answer as it comes. Ctrl-C ends it and keeps what was said.
+    waiting: shown until the first text."""
     view = answer_view(sys.stdout, raw)
-    with InterruptFlag() as interrupt, silent_keyboard(), ExitStack() as until_end, ExitStack() as until_first_text:
+    with (
+        InterruptFlag() as interrupt,
+        silent_keyboard(),
+        ExitStack() as until_end,
+        ExitStack() as until_first_text,
+    ):
         until_first_text.enter_context(log.status(waiting))
         is_begun = False
 
@@ -158,10 +173,14 @@ def limit_notice(session: ChatSession, generation: Generation) -> str:
         return f"The context is nearly full ({used:,} of {size:,} tokens): /drop or /compact make room."
     if used >= size:
         return (
-            f"The context is full ({used:,} of {size:,} tokens) and the answer was cut: /drop forgets the oldest "
+            f"The context is full ({used:,} of {size:,} tokens) and the answer was cut: /drop forgets the "
+            "oldest "
             "exchange, /compact puts a summary in place of all but the last."
         )
-    return f"The answer was cut at max_tokens = {session.params.max_tokens}; /set max_tokens=none lifts the limit."
+    return (
+        f"The answer was cut at max_tokens = {session.params.max_tokens}; /set max_tokens=none lifts the "
+        "limit."
+    )
 
 
 def is_open_block(text: str) -> bool:
@@ -180,7 +199,9 @@ def without_quotes(text: str) -> str:
 class ChatTerminal:
     """The read-answer loop. Notices and statistics go to stderr, answers to stdout."""
 
-    def __init__(self, session: ChatSession, log: ProgressHandler, history_path: Path | None, raw: bool) -> None:
+    def __init__(
+        self, session: ChatSession, log: ProgressHandler, history_path: Path | None, raw: bool
+    ) -> None:
         self._session = session
         self._log = log
         self._raw = raw
@@ -272,7 +293,9 @@ class ChatTerminal:
 
         generation = self._session.last_generation
         if generation is not None:
-            console = Console(stderr=True, highlight=False, color_system="auto" if styles(sys.stderr) else None)
+            console = Console(
+                stderr=True, highlight=False, color_system="auto" if styles(sys.stderr) else None
+            )
             steps = folded(self._session.insight.steps(generation))
             strip = heat_strip(steps, 1, console.width, has_colours(console))
             console.print(strip, no_wrap=True, crop=False, overflow="ignore")
@@ -350,7 +373,9 @@ def _completer() -> Any:
             if not space:
                 for command in COMMANDS.values():
                     if command.name.startswith(name):
-                        yield Completion(command.name, start_position=-len(name), display_meta=command.purpose)
+                        yield Completion(
+                            command.name, start_position=-len(name), display_meta=command.purpose
+                        )
             elif name == "/set" and "=" not in argument:
                 yield from _starting_with(argument, (f"{setting}=" for setting in SETTINGS))
             elif name == "/think":
@@ -372,23 +397,32 @@ def chat(
     args: EngineArgs,
     text: TextArgument = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin.")
+        str | None,
+        typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin."),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Print answers as they are instead of rendering Markdown.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With -p or a pipe: print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With -p or a pipe: print one JSON object.")
+    ] = False,
     url: Annotated[
-        str | None, typer.Option("--url", help="Talk to the model of a server, such as http://127.0.0.1:8000.")
+        str | None,
+        typer.Option("--url", help="Talk to the model of a server, such as http://127.0.0.1:8000."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key of that server.", envvar="MINIVLLM_API_KEY")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="MINIVLLM_API_KEY")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")
+    ] = False,
 ) -> None:
     """Talk with a model, or have one prompt answered.
 
-    Without MODEL it fetches a small default model the first time. Type /help inside for the commands. A prompt given
-    by -p or a pipe is answered once. With --url the model is one that a server runs, by default its first.
+    Without MODEL it fetches a small default model the first time. Type /help inside for the commands. A
+    prompt given by -p or a pipe is answered once. With --url the model is one that a server runs, by default
+    its first.
 
     Example: minivllm chat "Why is the sky blue?" --temperature 0
     """
@@ -429,7 +463,9 @@ def chat(
         _converse(session, question, raw, as_json, log)
 
 
-def _converse(session: ChatSession, question: str | None, raw: bool, as_json: bool, log: ProgressHandler) -> None:
+def _converse(
+    session: ChatSession, question: str | None, raw: bool, as_json: bool, log: ProgressHandler
+) -> None:
     if question is None:
         _talk(session, raw, log)
     else:
@@ -449,7 +485,8 @@ def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
 
 
 def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, log: ProgressHandler) -> None:
-    """Answer ``question`` on stdout, statistics on stderr. Ctrl-C exits with 130 after what was said so far."""
+    """Answer ``question`` on stdout, statistics on stderr.
+    Ctrl-C exits with 130 after what was said so far."""
     _mention_missing_template(session)
     if as_json:
         with InterruptFlag() as interrupt, log.status("Answering"):
@@ -463,9 +500,13 @@ def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, 
             raw=raw,
         )
         notice(generation.statistics_line(session.max_model_len))
-        if generation.finish_reason == FinishReason.LENGTH and generation.num_context_tokens >= session.max_model_len:
+        if (
+            generation.finish_reason == FinishReason.LENGTH
+            and generation.num_context_tokens >= session.max_model_len
+        ):
             notice(
-                f"The context is full ({generation.num_context_tokens:,} of {session.max_model_len:,} tokens) and the "
+                f"The context is full ({generation.num_context_tokens:,} of {session.max_model_len:,} "
+                "tokens) and the "
                 "answer was cut; start with a larger --max-model-len."
             )
     if generation.failure:

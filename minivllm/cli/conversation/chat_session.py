@@ -74,11 +74,12 @@ class SavedChat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ChatSession:
     """Messages so far, and the engine that continues them.
 
-    The whole conversation is sent again with every turn; the engine's prefix cache makes the repeated part free.
+    The whole conversation is sent again with every turn;
+    the engine's prefix cache makes the repeated part free.
 
-    model: name to show. system: system prompt; None leaves it to the chat template. thinking: what the template's
-    enable_thinking is set to; None leaves it alone. attachments: files that go with the next message. host: starts
-    another model; None where that is impossible.
+    model: name to show. system: system prompt; None leaves it to the chat template. thinking: what the
+    template's enable_thinking is set to; None leaves it alone. attachments: files that go with the next
+    message. host: starts another model; None where that is impossible.
     """
 
     def __init__(
@@ -154,10 +155,14 @@ class ChatSession:
         """
         if not self.has_chat_template:
             texts = [] if self.system is None else [self.system]
-            return list(self.engine.tokenizer.encode("\n".join([*texts, *(message.content for message in messages)])))
+            return list(
+                self.engine.tokenizer.encode("\n".join([*texts, *(message.content for message in messages)]))
+            )
         names: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
         return list(
-            self.engine.tokenizer.apply_chat_template(self.conversation(messages), add_generation_prompt=True, **names)
+            self.engine.tokenizer.apply_chat_template(
+                self.conversation(messages), add_generation_prompt=True, **names
+            )
         )
 
     def conversation(self, messages: list[Message]) -> list[dict[str, str]]:
@@ -170,15 +175,19 @@ class ChatSession:
         """True if the chat template knows enable_thinking."""
         return self.has_chat_template and "enable_thinking" in str(self.engine.tokenizer.chat_template)
 
-    def ask(self, text: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
+    def ask(
+        self, text: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
+    ) -> Generation:
         """Send a user message and stream the answer.
 
-        on_text: called with each new piece of the answer. is_interrupted: asked before every engine step; True aborts
-        the request and keeps what was said so far. Raises RequestError if the message cannot be sent; then the
-        conversation is as it was.
+        on_text: called with each new piece of the answer. is_interrupted: asked before every engine step;
+        True aborts the request and keeps what was said so far. Raises RequestError if the message cannot be
+        sent; then the conversation is as it was.
         """
         text = "\n\n".join([*(attachment.as_markdown() for attachment in self.attachments), text])
-        generation = self._extend([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
+        generation = self._extend(
+            [*self.messages, Message(role="user", content=text)], on_text, is_interrupted
+        )
         self.attachments = []
         return generation
 
@@ -197,7 +206,8 @@ class ChatSession:
         self.last_generation = generation
 
     def regenerate(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
-        """Answer the last user message again, in place of its old answer. Raises RequestError if there is none."""
+        """Answer the last user message again, in place of its old answer.
+        Raises RequestError if there is none."""
         if not self.messages:
             raise RequestError("Nothing was asked yet, so there is no answer to generate again.")
         return self._extend(self.messages[:-1], on_text, is_interrupted)
@@ -205,8 +215,8 @@ class ChatSession:
     def compact(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
         """Put a summary by the model in place of the older exchanges, all but the last if there are several.
 
-        Of a conversation that is too long to be summarized at once, the oldest part is. Changes nothing if it is
-        interrupted. Raises RequestError if there is nothing to gain.
+        Of a conversation that is too long to be summarized at once, the oldest part is. Changes nothing if it
+        is interrupted. Raises RequestError if there is nothing to gain.
         """
         exchanges = len(self.messages) // 2
         if exchanges == 0:
@@ -220,18 +230,27 @@ class ChatSession:
                 break
         else:
             raise RequestError(
-                f"Not even the oldest exchange leaves the {room:,} tokens that a summary takes: /drop forgets it."
+                f"Not even the oldest exchange leaves the {room:,} tokens that a summary takes: /drop "
+                "forgets it."
             )
         generation = self._generate([*old, request], on_text, is_interrupted, max_tokens=room)
         if generation.interrupted:
             return generation
         if not generation.text.strip():
-            raise RequestError("The model's summary is empty, so the conversation stays as it is; /drop forgets more.")
+            raise RequestError(
+                "The model's summary is empty, so the conversation stays as it is; /drop forgets more."
+            )
         kept = self.messages
-        self.messages = [request, Message(role="assistant", content=generation.text), *self.messages[2 * count :]]
+        self.messages = [
+            request,
+            Message(role="assistant", content=generation.text),
+            *self.messages[2 * count :],
+        ]
         if self.num_context_tokens() >= before:
             self.messages = kept
-            raise RequestError("The summary is no shorter than what it stands for, so the conversation stays as it is.")
+            raise RequestError(
+                "The summary is no shorter than what it stands for, so the conversation stays as it is."
+            )
         self._note(generation)
         return generation
 
@@ -259,9 +278,12 @@ class ChatSession:
         return len(self.prompt_token_ids(self.messages)) if self.messages or self.system else 0
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON. Raises RequestError if ``path`` cannot be written or is another file."""
+        """Write the conversation as JSON.
+        Raises RequestError if ``path`` cannot be written or is another file."""
         if os.path.lexists(path) and not _is_saved_chat(path):
-            raise RequestError(f"{path} exists and is not a saved chat, so it is left alone; choose another name.")
+            raise RequestError(
+                f"{path} exists and is not a saved chat, so it is left alone; choose another name."
+            )
         saved = SavedChat(
             format="minivllm-chat-1",
             model=self.model,
@@ -272,15 +294,20 @@ class ChatSession:
         write_typed_file(path, msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n")
 
     def export(self, path: Path) -> None:
-        """Write the conversation as Markdown. Raises RequestError if ``path`` cannot be written or is another file."""
+        """Write the conversation as Markdown.
+        Raises RequestError if ``path`` cannot be written or is another file."""
         if os.path.lexists(path) and not _is_exported_chat(path):
-            raise RequestError(f"{path} exists and is not an exported chat, so it is left alone; choose another name.")
+            raise RequestError(
+                f"{path} exists and is not an exported chat, so it is left alone; choose another name."
+            )
         parts = [f"{EXPORT_TITLE}{self.model}"]
         if self.system is not None:
             parts.append(f"**System:** {self.system}")
         for message in self.messages:
             mark = " (interrupted)" if message.interrupted else ""
-            parts.append(f"## {'You' if message.role == 'user' else self.model}{mark}\n\n{message.content.strip()}")
+            parts.append(
+                f"## {'You' if message.role == 'user' else self.model}{mark}\n\n{message.content.strip()}"
+            )
         write_typed_file(path, ("\n\n".join(parts) + "\n").encode())
 
     def attach(self, path: Path) -> Attachment:
@@ -297,14 +324,16 @@ class ChatSession:
             free = max(0, self.max_model_len - used)
             remedy = "/drop or /compact make room" if used else "start with a larger --max-model-len"
             raise RequestError(
-                f"{path} has {counted(tokens, 'token')}, but of the context's {self.max_model_len:,} only {free:,} are "
+                f"{path} has {counted(tokens, 'token')}, but of the context's {self.max_model_len:,} only "
+                f"{free:,} are "
                 f"free: {remedy}, or take a smaller file."
             )
         self.attachments.append(attachment)
         return attachment
 
     def load(self, path: Path) -> None:
-        """Replace messages, system prompt and sampling by a saved chat's. Raises RequestError, changing nothing."""
+        """Replace messages, system prompt and sampling by a saved chat's.
+        Raises RequestError, changing nothing."""
         saved = _read_saved_chat(path)
         self.messages = list(saved.messages)
         self.system = saved.system
@@ -337,7 +366,9 @@ class ChatSession:
     ) -> Generation:
         generation = Generation(num_prompt_tokens=len(prompt_token_ids))
         self.engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
-        if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(OPEN):
+        if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(
+            OPEN
+        ):
             on_text(OPEN)  # the template began the model's thoughts, and the caller shows them as such
         while generation.finish_reason is None:
             if is_interrupted():
@@ -365,7 +396,8 @@ class ChatSession:
                 else "/drop forgets the oldest exchange, /compact puts a summary in place of all but the last"
             )
             raise RequestError(
-                f"The {'message' if first else 'conversation'} takes {len(prompt_token_ids):,} of the context's "
+                f"The {'message' if first else 'conversation'} takes {len(prompt_token_ids):,} of the "
+                "context's "
                 f"{self.max_model_len:,} tokens, so no answer fits: {advice}."
             )
         max_tokens = room if self.params.max_tokens is None else min(room, self.params.max_tokens)

@@ -1,4 +1,5 @@
-"""A chat's view of an engine in the same process: the steps of an answer, and the bytes each of them must read."""
+"""A chat's view of an engine in the same process:
+the steps of an answer, and the bytes each of them must read."""
 
 from __future__ import annotations
 
@@ -92,11 +93,14 @@ class EngineInsight:
 
 @functools.cache
 def _bandwidth(device: str) -> float:
-    """Of reading memory [bytes/s], measured once per process in about a tenth of a second, after the first answer."""
+    """Of reading memory [bytes/s], measured once per process in about a tenth of a second,
+    after the first answer."""
     import torch
 
     from minivllm.simulation.bounds import read_bandwidth
 
     with torch.inference_mode():
         on_gpu = torch.device(device).type == "cuda"
-        return read_bandwidth(torch.device(device), GPU_PROBE_BYTES if on_gpu else CPU_PROBE_BYTES, PROBE_CALLS)
+        return read_bandwidth(
+            torch.device(device), GPU_PROBE_BYTES if on_gpu else CPU_PROBE_BYTES, PROBE_CALLS
+        )

@@ -57,8 +57,8 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """usage: as typed. purpose: one line of /help. run: from the session and the text after the name to what the user
-    is told. following: what the chat does then."""
+    """usage: as typed. purpose: one line of /help. run: from the session and the text after the name to what
+    the user is told. following: what the chat does then."""
 
     usage: str
     purpose: str
@@ -71,13 +71,15 @@ class Command:
 
 
 def is_command(line: str) -> bool:
-    """A single line whose first word is a slash and a name; a path such as /usr/bin is an ordinary message."""
+    """A single line whose first word is a slash and a name;
+    a path such as /usr/bin is an ordinary message."""
     word = line.split(maxsplit=1)[0] if line[:1] == "/" else ""
     return len(word) > 1 and "/" not in word[1:] and "\n" not in line.strip()
 
 
 def run_command(session: ChatSession, line: str) -> tuple[str, Next]:
-    """Run a command line; returns what to tell the user and what comes next. Raises RequestError with advice."""
+    """Run a command line; returns what to tell the user and what comes next.
+    Raises RequestError with advice."""
     word, _, argument = line.strip().partition(" ")
     name = ALIASES.get(word.lower(), word.lower())
     if name not in COMMANDS:
@@ -114,7 +116,9 @@ def _system(session: ChatSession, argument: str) -> str:
 def _set(session: ChatSession, argument: str) -> str:
     name, equals, text = (part.strip() for part in argument.partition("="))
     if not equals or not name:
-        raise RequestError(f"Write /set name=value, for example /set temperature=0.2; names: {', '.join(SETTINGS)}.")
+        raise RequestError(
+            f"Write /set name=value, for example /set temperature=0.2; names: {', '.join(SETTINGS)}."
+        )
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"known are: {', '.join(SETTINGS)}."
@@ -237,7 +241,9 @@ def _think(session: ChatSession, argument: str) -> str:
     if argument not in ("on", "off", ""):
         raise RequestError(f"/think is followed by on or off, but got {argument!r}.")
     if not session.can_switch_thinking:
-        raise RequestError(f"{session.model} cannot switch thinking on or off: its chat template has no such switch.")
+        raise RequestError(
+            f"{session.model} cannot switch thinking on or off: its chat template has no such switch."
+        )
     if argument:
         session.thinking = argument == "on"
     state = {None: "left to the chat template", True: "on", False: "off"}[session.thinking]
@@ -269,7 +275,9 @@ def _stats(session: ChatSession, argument: str) -> str:
     ]
     if stats.num_draft_tokens:
         accepted, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
-        lines.append(f"speculation   {accepted:,} of {drafted:,} drafted tokens accepted ({accepted / drafted:.0%})")
+        lines.append(
+            f"speculation   {accepted:,} of {drafted:,} drafted tokens accepted ({accepted / drafted:.0%})"
+        )
     return "\n".join(lines)
 
 
@@ -305,7 +313,9 @@ COMMANDS: dict[str, Command] = {
         Command("/model NAME", "talk to another model; alone names the present one", _model),
         Command("/think on|off", "let the model think before it answers, or not", _think),
         Command("/trace", "draw how the scheduler cut the last answer into steps", _trace, Next.TRACE),
-        Command("/stats", "show what the engine did so far; with --url, for all clients of the server", _stats),
+        Command(
+            "/stats", "show what the engine did so far; with --url, for all clients of the server", _stats
+        ),
         Command("/tokens", "show how many tokens each message takes", _tokens),
         Command("/bye", "leave", following=Next.LEAVE),
     )

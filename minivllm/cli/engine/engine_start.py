@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class ProgressHandler(logging.Handler):
-    """Shows what the engine logs: the latest line as a status that disappears, warnings (``verbose``: all) to stay.
+    """Shows what the engine logs: the latest line as a status that disappears, warnings (``verbose``:
+    all) to stay.
 
-    So do records with ``extra={"is_notice": True}``: what a person should know, but is nothing to worry about.
+    So do records with ``extra={"is_notice": True}``:
+    what a person should know, but is nothing to worry about.
     """
 
     def __init__(self, verbose: bool) -> None:
@@ -48,7 +50,8 @@ class ProgressHandler(logging.Handler):
 
     @contextmanager
     def status(self, message: str) -> Iterator[None]:
-        """Show ``message``, then the latest log line, until the block ends; nothing where stderr is no terminal."""
+        """Show ``message``, then the latest log line, until the block ends;
+        nothing where stderr is no terminal."""
         if self._verbose or not sys.stderr.isatty():
             yield
             return
@@ -67,7 +70,9 @@ class ProgressHandler(logging.Handler):
     def _show(self, message: str) -> None:
         from rich.text import Text
 
-        self._status.update(Text(message, style="dim" if styles(sys.stderr) else "", overflow="ellipsis", no_wrap=True))
+        self._status.update(
+            Text(message, style="dim" if styles(sys.stderr) else "", overflow="ellipsis", no_wrap=True)
+        )
 
 
 @contextmanager
@@ -95,7 +100,8 @@ def create_engine(args: EngineArgs) -> LLMEngine:
 
 
 def fetch_model(args: EngineArgs) -> None:
-    """Fetch the model if it is not there yet: a download draws its own progress bar, before the engine's status."""
+    """Fetch the model if it is not there yet:
+    a download draws its own progress bar, before the engine's status."""
     from minivllm.hub.fetch import resolve_model
 
     resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
@@ -104,7 +110,9 @@ def fetch_model(args: EngineArgs) -> None:
 class EngineHost:
     """An engine whose model can be replaced. As a context it starts the first one and closes the last one."""
 
-    def __init__(self, args: EngineArgs, log: ProgressHandler, params: Callable[[LLMEngine], SamplingParams]) -> None:
+    def __init__(
+        self, args: EngineArgs, log: ProgressHandler, params: Callable[[LLMEngine], SamplingParams]
+    ) -> None:
         """params: the sampling settings to begin with, given an engine."""
         self._args, self._log, self._params = args, log, params
         self._engine: LLMEngine | None = None
@@ -128,13 +136,17 @@ class EngineHost:
         return self._params(self.engine)
 
     def switch(self, model: str) -> LLMEngine:
-        """Start ``model`` with the same options; what belongs to one model alone (tokenizer, revision, hf_overrides) is
-        left out.
+        """Start ``model`` with the same options;
+        what belongs to one model alone (tokenizer, revision, hf_overrides) is left out.
 
-        Whatever can be told of a wrong name is told while the old engine runs. Then it has to go, because two models
-        may not fit beside each other; if the new one fails, the old one is loaded again. Raises MinivllmError.
+        Whatever can be told of a wrong name is told while the old engine runs. Then it has to go, because two
+        models may not fit beside each other; if the new one fails, the old one is loaded again. Raises
+        MinivllmError.
         """
-        before, after = self._args, replace(self._args, model=model, tokenizer=None, revision=None, hf_overrides=None)
+        before, after = (
+            self._args,
+            replace(self._args, model=model, tokenizer=None, revision=None, hf_overrides=None),
+        )
         fetch_model(after)
         self._stop()
         self._args = after
@@ -192,7 +204,8 @@ class Generation:
     failure: str = ""
 
     def add(self, output: RequestOutput) -> str:
-        """Take in one output of a DELTA stream and return its text. Raises RequestError if the engine gave up on it."""
+        """Take in one output of a DELTA stream and return its text.
+        Raises RequestError if the engine gave up on it."""
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         self.metrics = output.metrics
@@ -213,7 +226,8 @@ class Generation:
         self.finish_reason = str(FinishReason.ABORT)
 
     def fail(self, error: RequestError) -> None:
-        """Something stopped it. Raises ``error`` if nothing was said yet, so that there is nothing to keep."""
+        """Something stopped it. Raises ``error`` if nothing was said yet,
+        so that there is nothing to keep."""
         if not self.text:
             raise error
         self.interrupt()
@@ -233,7 +247,8 @@ class Generation:
         return self.num_prompt_tokens + self.num_output_tokens
 
     def record(self) -> dict[str, Any]:
-        """As plain values for JSON; times in seconds, rates in tokens per second, null where there is no value."""
+        """As plain values for JSON; times in seconds, rates in tokens per second,
+        null where there is no value."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,

@@ -19,7 +19,16 @@ from minivllm.errors import ConfigError
 from minivllm.hub.home import home_directory
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
+_CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "amx_tile",
+)
 
 
 def env(
@@ -30,10 +39,15 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
     program: Annotated[
         bool,
-        typer.Option("--program", help="Show the pieces and seams of the model instead, and its compiled regions."),
+        typer.Option(
+            "--program", help="Show the pieces and seams of the model instead, and its compiled regions."
+        ),
     ] = False,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that divide each layer, for --program.")
+        int,
+        typer.Option(
+            "--tensor-parallel-size", "--tp", min=1, help="Ranks that divide each layer, for --program."
+        ),
     ] = 1,
     pipeline_parallel_size: Annotated[
         int, typer.Option("--pipeline-parallel-size", "--pp", min=1, help="Pipeline stages, for --program.")
@@ -56,7 +70,9 @@ def env(
             Console(highlight=False, markup=False).print(table)
         return
     if (tensor_parallel_size, pipeline_parallel_size) != (1, 1):
-        raise ConfigError("--tp and --pp say for which layout a program is shown: add --program and the model.")
+        raise ConfigError(
+            "--tp and --pp say for which layout a program is shown: add --program and the model."
+        )
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
         if model is not None:
@@ -164,7 +180,11 @@ def _defaults() -> dict[str, dict[str, str]]:
         share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
-        kernels = "FlexAttention for prompts, loops over strips for single tokens" if policy.on_cpu else "FlexAttention"
+        kernels = (
+            "FlexAttention for prompts, loops over strips for single tokens"
+            if policy.on_cpu
+            else "FlexAttention"
+        )
         attention = {"value": f"compiled: {kernels}", "why": "torch.compile works here; latents are gathered"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
@@ -173,7 +193,10 @@ def _defaults() -> dict[str, dict[str, str]]:
         "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
         "kv_cache_dtype": {"value": cache_dtype, "why": why_cache_dtype},
         "attention": attention,
-        "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
+        "kv_cache": {
+            "value": f"{limits.memory_utilization:.0%} {share}",
+            "why": "unless it is sized explicitly",
+        },
         "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV block"},
         "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
         "max_num_batched_tokens": {
@@ -270,7 +293,8 @@ def _readable(report: dict[str, Any]) -> str:
     lines = [f"{name:<14} {value or 'not installed'}" for name, value in report["versions"].items()]
     lines += [
         f"{'platform':<14} {report['platform']}",
-        f"{'cpu':<14} {cpu['model']}, {cpu['usable_cores']} usable cores; {' '.join(cpu['flags']) or 'no known flags'}",
+        f"{'cpu':<14} {cpu['model']}, {cpu['usable_cores']} usable cores; "
+        f"{' '.join(cpu['flags']) or 'no known flags'}",
         f"{'memory':<14} {_size(memory['total'])}, {_size(memory['available'])} available",
     ]
     for index, device in enumerate(report["cuda_devices"]):
@@ -282,7 +306,9 @@ def _readable(report: dict[str, Any]) -> str:
         lines.append(f"{'cuda':<14} no device")
     lines.append(f"{'C++ compiler':<14} {report['cpp_compiler'] or 'not found'}")
     lines += ["", "What an engine uses unless told otherwise:"]
-    lines += [f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()]
+    lines += [
+        f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()
+    ]
     if "kv_cache_pools" in report:
         lines += _readable_pools(report["kv_cache_pools"])
     lines += ["", "Directories:"]
@@ -291,7 +317,10 @@ def _readable(report: dict[str, Any]) -> str:
 
 
 def _readable_pools(planned: dict[str, Any]) -> list[str]:
-    lines = ["", f"Its KV cache, for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):"]
+    lines = [
+        "",
+        f"Its KV cache, for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):",
+    ]
     for pool in planned["pools"]:
         held = f"{pool['blocks']:,} states"
         if pool["tokens"] is not None:
@@ -305,7 +334,8 @@ def _size(count: int | None) -> str:
 
 
 def default_history_path() -> Path:
-    """Where messages typed earlier are kept: $MINIVLLM_HOME, else where the XDG base directories put state."""
+    """Where messages typed earlier are kept:
+    $MINIVLLM_HOME, else where the XDG base directories put state."""
     if os.environ.get("MINIVLLM_HOME"):
         return home_directory() / "chat_history"
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

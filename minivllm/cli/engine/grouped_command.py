@@ -16,8 +16,21 @@ from minivllm.errors import ConfigError, RequestError
 
 RARE = frozenset(
     {
-        *("tokenizer", "revision", "model_impl", "load_format", "performance_mode", "num_gpu_blocks_override"),
-        *("long_prefill_token_threshold", "kv_cache_memory_bytes", "block_size", "attention_backend", "family"),
+        *(
+            "tokenizer",
+            "revision",
+            "model_impl",
+            "load_format",
+            "performance_mode",
+            "num_gpu_blocks_override",
+        ),
+        *(
+            "long_prefill_token_threshold",
+            "kv_cache_memory_bytes",
+            "block_size",
+            "attention_backend",
+            "family",
+        ),
         *("cudagraph_mode", "scheduling_policy", "hf_overrides", "profile", "multiprocess", "node_rank"),
         *("enable_expert_parallel", "distributed_executor_backend", "nnodes", "master_addr", "master_port"),
         *("node_key_file", "data_parallel_policy", "disable_custom_all_reduce", "heartbeat_timeout"),
@@ -25,9 +38,21 @@ RARE = frozenset(
         *("min_p", "min_tokens", "stop_regex", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
         *("max_queued_requests", "max_queued_prompt_tokens", "request_timeout", "max_body_bytes", "log_json"),
-        *("drain_timeout", "stats_interval", "lora_directory", "otlp_endpoint", "strict", "min_prefill_tokens"),
+        *(
+            "drain_timeout",
+            "stats_interval",
+            "lora_directory",
+            "otlp_endpoint",
+            "strict",
+            "min_prefill_tokens",
+        ),
         *("prefill_timeout", "model_option", "enable_prefix_caching", "kv_transfer_config", "cors_origins"),
-        *("reuse_partial_blocks", "limit_mm_per_prompt", "max_num_batched_encoder_embeds", "encoder_cache_bytes"),
+        *(
+            "reuse_partial_blocks",
+            "limit_mm_per_prompt",
+            "max_num_batched_encoder_embeds",
+            "encoder_cache_bytes",
+        ),
     }
 )
 """Parameters that the short help of a command with engine flags leaves out."""
@@ -46,7 +71,9 @@ class GroupedCommand(typer.core.TyperCommand):
         self.groups = getattr(self.callback, "groups_of_flags", {})
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        shows_all = bool(ctx.meta.get("help_all")) or not any(param.name == "help_all" for param in self.params)
+        shows_all = bool(ctx.meta.get("help_all")) or not any(
+            param.name == "help_all" for param in self.params
+        )
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         num_left_out = 0
         for param in self.get_params(ctx):
@@ -62,14 +89,17 @@ class GroupedCommand(typer.core.TyperCommand):
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading):
-                    formatter.write_dl(records if shows_all else _one_line_each(records, formatter.width), col_max=34)
+                    formatter.write_dl(
+                        records if shows_all else _one_line_each(records, formatter.width), col_max=34
+                    )
         if num_left_out:
             formatter.write_paragraph()
             formatter.write_text(f"{num_left_out} more flags: {ctx.command_path} --help-all")
 
 
 def _one_line_each(records: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Each flag without its negation, and of its help the first sentence, as far as that fits into the line."""
+    """Each flag without its negation, and of its help the first sentence,
+    as far as that fits into the line."""
     short = [(names.split(" / ")[0], text.split(". ")[0].rstrip(".")) for names, text in records]
     room = width - max(len(names) for names, _ in short) - 5
     return [
@@ -87,7 +117,8 @@ def show_everything(ctx: typer.Context, wanted: bool) -> None:
 
 
 def read_flags(ctx: typer.Context, path: Path | None) -> None:
-    """Take the entries of a file as the values of flags that the command line leaves out. Raises ConfigError."""
+    """Take the entries of a file as the values of flags that the command line leaves out.
+    Raises ConfigError."""
     if path is None:
         return
     import yaml
@@ -101,7 +132,9 @@ def read_flags(ctx: typer.Context, path: Path | None) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path} is no YAML or JSON: {' '.join(str(error).split())}.") from None
     except RecursionError:
-        raise ConfigError(f"--config {path} holds lists within lists without end: give flags and values.") from None
+        raise ConfigError(
+            f"--config {path} holds lists within lists without end: give flags and values."
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} must hold flags and their values, such as `max-model-len: 4096`.")
     known = {str(param.name): param for param in ctx.command.params}
@@ -126,7 +159,8 @@ def _as_typed(value: Any) -> Any:
 
 
 HelpAllOption = Annotated[
-    bool, typer.Option("--help-all", help="Show every flag and exit.", is_eager=True, callback=show_everything)
+    bool,
+    typer.Option("--help-all", help="Show every flag and exit.", is_eager=True, callback=show_everything),
 ]
 ConfigOption = Annotated[
     Path | None,

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def server_root(url: str, flag: str = "--url") -> str:
-    """The URL without a /v1 at its end; HOST:PORT is one of http. Raises ConfigError, naming the flag, for no http
-    URL."""
+    """The URL without a /v1 at its end; HOST:PORT is one of http.
+    Raises ConfigError, naming the flag, for no http URL."""
     root = url.rstrip("/").removesuffix("/v1")
     if re.fullmatch(r"[^/:\s]+:\d+", root):
         root = f"http://{root}"
@@ -31,7 +31,8 @@ def key_header(api_key: str | None) -> dict[str, str]:
 
 def unreachable(root: str, error: Exception) -> RequestError:
     return RequestError(
-        f"The server at {root} cannot be reached ({type(error).__name__}): see whether it still runs, then try again."
+        f"The server at {root} cannot be reached ({type(error).__name__}): see whether it still runs, then "
+        "try again."
     )
 
 
@@ -53,7 +54,9 @@ def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]
     except httpx.HTTPError as error:
         raise ModelError(f"There is no server at {root} ({type(error).__name__}): start one first.") from None
     except (ValueError, KeyError, TypeError):
-        raise ModelError(f"{root}/v1/models is no list of models: is it an OpenAI-compatible server?") from None
+        raise ModelError(
+            f"{root}/v1/models is no list of models: is it an OpenAI-compatible server?"
+        ) from None
 
 
 def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
@@ -72,17 +75,21 @@ def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
         values.setdefault(metric, []).append(float(value))
     if "engine_up" not in values:
         raise RequestError(
-            f"The server at {root} does not tell what its engine does: minivllm's own servers do, under /metrics "
+            f"The server at {root} does not tell what its engine does: minivllm's own servers do, under "
+            "/metrics "
             f"(this one answers {answer.status_code})."
         )
     if not any(values["engine_up"]):
         raise RequestError(
-            f"The engine of the server at {root} does not answer: it is in a long step, hangs or has died. Try again, "
+            f"The engine of the server at {root} does not answer: it is in a long step, hangs or has died. "
+            "Try again, "
             "and see the server's log."
         )
     missing = [metric for metric in ("kv_cache_usage_ratio", *_COUNTS.values()) if metric not in values]
     if missing:
-        raise RequestError(f"The server at {root} does not count {missing[0]}: it runs another version of minivllm.")
+        raise RequestError(
+            f"The server at {root} does not count {missing[0]}: it runs another version of minivllm."
+        )
     counts: dict[str, Any] = {field: int(sum(values[metric])) for field, metric in _COUNTS.items()}
     usage = values["kv_cache_usage_ratio"]
     return SchedulerStats(kv_cache_usage=sum(usage) / len(usage), **counts)
@@ -105,7 +112,8 @@ _COUNTS = {
 
 
 async def stream_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON of every ``data:`` line, until ``[DONE]``. Raises ValueError for a stream that ends before it."""
+    """The JSON of every ``data:`` line, until ``[DONE]``.
+    Raises ValueError for a stream that ends before it."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue

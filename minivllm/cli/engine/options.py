@@ -33,7 +33,9 @@ ModelArgument = Annotated[
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", metavar="MODEL")]
 TextArgument = Annotated[
     str | None,
-    typer.Argument(metavar="TEXT", help="A prompt, as with -p. MODEL may be left out before it.", show_default=False),
+    typer.Argument(
+        metavar="TEXT", help="A prompt, as with -p. MODEL may be left out before it.", show_default=False
+    ),
 ]
 
 _WRITTEN: dict[str, tuple[Any, str]] = {
@@ -45,7 +47,12 @@ _WRITTEN: dict[str, tuple[Any, str]] = {
     "profile": (str | None, "DIR"),
 }
 """Engine argument -> the type that its flag has on a command line, and how its value is called there."""
-_NAMED = {"compile_in_background": ("--compile-in-background/--no-compile-in-background", " /--wait-for-compilation")}
+_NAMED = {
+    "compile_in_background": (
+        "--compile-in-background/--no-compile-in-background",
+        " /--wait-for-compilation",
+    )
+}
 """Engine argument -> what its flag is called, where that does not follow from its name."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 """Endings of whole numbers, as vLLM reads them: 8k are 8,000, 8K are 8,192."""
@@ -61,16 +68,18 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Flatten the option groups of ``command``, so that what several commands share is written once.
 
     Every parameter that is annotated with a dataclass gives way to that dataclass's fields, which carry
-    ``Annotated[type, typer.Option(...)]``; for ``EngineArgs`` to a flag for each of its fields. ``command`` gets the
-    dataclasses back. Where there is a MODEL, ``--model`` names it too, as in other engines; both at once is a
-    ConfigError. A TEXT may follow the MODEL, or stand alone. A command with engine flags has ``--help-all`` and
-    ``--config`` too, see GroupedCommand.
+    ``Annotated[type, typer.Option(...)]``; for ``EngineArgs`` to a flag for each of its fields. ``command``
+    gets the dataclasses back. Where there is a MODEL, ``--model`` names it too, as in other engines; both at
+    once is a ConfigError. A TEXT may follow the MODEL, or stand alone. A command with engine flags has
+    ``--help-all`` and ``--config`` too, see GroupedCommand.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
         name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
     }
-    flat = [one.replace(kind=one.KEYWORD_ONLY) for name, one in signature.parameters.items() if name not in groups]
+    flat = [
+        one.replace(kind=one.KEYWORD_ONLY) for name, one in signature.parameters.items() if name not in groups
+    ]
     flat += [option for group in groups.values() for option in _options_of(group)]
     models = [one for one in flat if one.annotation == ModelArgument]
     # The default is left to ``flat_command``, which must know whether the argument was given.
@@ -93,7 +102,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             if "text" in values and values["text"] is None and model is not None and _is_text(model):
                 values["text"], model = model, None
             if model is not None and named is not None:
-                raise ConfigError(f"The model is named twice, as {model} and as --model {named}: give one of them.")
+                raise ConfigError(
+                    f"The model is named twice, as {model} and as --model {named}: give one of them."
+                )
             given = named if model is None else model
             values["model"] = models[0].default if given is None else given
         grouped = {}
@@ -113,7 +124,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_text(word: str) -> bool:
-    """True if the argument for the model is a prompt: words with spaces in between, and no file of that name."""
+    """True if the argument for the model is a prompt:
+    words with spaces in between, and no file of that name."""
     return " " in word.strip() and not Path(word).expanduser().exists()
 
 
@@ -129,12 +141,14 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     hints = {name: _with_parser(hint) for name, hint in hints.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
-        inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name]) for one in fields(group)
+        inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name])
+        for one in fields(group)
     ]
 
 
 def _with_parser(hint: Any) -> Any:
-    """The annotation of a flag whose value is a number or a path, with a parser that repeats what was given wrongly."""
+    """The annotation of a flag whose value is a number or a path,
+    with a parser that repeats what was given wrongly."""
     option = hint.__metadata__[0]
     for kinds, parser, metavar in _PARSERS:
         if hint.__origin__ in kinds and option.parser is None and option.min is None:
@@ -222,27 +236,44 @@ def _option(help_text: str, *names: str) -> Any:
 class SamplingOptions:
     """Sampling flags; None is "not given"."""
 
-    temperature: Annotated[float | None, _option("0 always takes the likeliest token; higher is livelier.")] = None
-    top_p: Annotated[float | None, _option("Keep the likeliest tokens that add up to this probability.")] = None
+    temperature: Annotated[
+        float | None, _option("0 always takes the likeliest token; higher is livelier.")
+    ] = None
+    top_p: Annotated[float | None, _option("Keep the likeliest tokens that add up to this probability.")] = (
+        None
+    )
     top_k: Annotated[int | None, _option("Keep so many of the likeliest tokens; 0 keeps all.")] = None
-    min_p: Annotated[float | None, _option("Drop tokens below this share of the likeliest one's probability.")] = None
+    min_p: Annotated[
+        float | None, _option("Drop tokens below this share of the likeliest one's probability.")
+    ] = None
     max_tokens: Annotated[int | None, _option("Most tokens of an answer.")] = None
     min_tokens: Annotated[int | None, _option("No end before so many tokens.")] = None
     stop: Annotated[list[str] | None, _option("Text that ends the answer (may be repeated).")] = None
-    stop_regex: Annotated[list[str] | None, _option("Regular expression that ends it (may be repeated).")] = None
-    stop_token_ids: Annotated[list[int] | None, _option("Token id that ends the answer (may be repeated).")] = None
+    stop_regex: Annotated[list[str] | None, _option("Regular expression that ends it (may be repeated).")] = (
+        None
+    )
+    stop_token_ids: Annotated[
+        list[int] | None, _option("Token id that ends the answer (may be repeated).")
+    ] = None
     include_stop_str_in_output: Annotated[
         bool, _option("Keep the stop text in the answer.", "--include-stop-str-in-output")
     ] = False
-    ignore_eos: Annotated[bool, _option("Go on after the model's end-of-sequence tokens.", "--ignore-eos")] = False
+    ignore_eos: Annotated[
+        bool, _option("Go on after the model's end-of-sequence tokens.", "--ignore-eos")
+    ] = False
     bad_words: Annotated[list[str] | None, _option("Text that must not appear (may be repeated).")] = None
     repetition_penalty: Annotated[float | None, _option("Above 1 discourages tokens seen before.")] = None
-    presence_penalty: Annotated[float | None, _option("Subtracted once for tokens of the answer so far.")] = None
-    frequency_penalty: Annotated[float | None, _option("Subtracted per occurrence in the answer so far.")] = None
+    presence_penalty: Annotated[float | None, _option("Subtracted once for tokens of the answer so far.")] = (
+        None
+    )
+    frequency_penalty: Annotated[float | None, _option("Subtracted per occurrence in the answer so far.")] = (
+        None
+    )
     skip_special_tokens: Annotated[bool, _option("Leave special tokens out of the text.")] = True
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """``defaults`` overridden by the flags that were given. Raises RequestError naming the field and its range."""
+        """``defaults`` overridden by the flags that were given.
+        Raises RequestError naming the field and its range."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         # Older typer versions hand over an empty list for a repeatable option that was not given.
         given = {name: value for name, value in given.items() if value != []}
@@ -252,12 +283,19 @@ class SamplingOptions:
 def model_defaults(engine: LLMEngine) -> dict[str, Any]:
     """How the engine samples where a request says nothing, as far as that is not neutral.
 
-    The model's limit on the length is not taken: it stands for transformers' ``generate``. Raises ModelError if its
-    generation_config.json is broken.
+    The model's limit on the length is not taken: it stands for transformers' ``generate``. Raises ModelError
+    if its generation_config.json is broken.
     """
     neutral, given = SamplingParams(), engine.get_default_sampling_params()
-    values = {name: getattr(given, name) for name in _FROM_THE_MODEL if getattr(given, name) != getattr(neutral, name)}
-    logger.info("Sampling by default: %s.", ", ".join(f"{name} {value}" for name, value in values.items()) or "neutral")
+    values = {
+        name: getattr(given, name)
+        for name in _FROM_THE_MODEL
+        if getattr(given, name) != getattr(neutral, name)
+    }
+    logger.info(
+        "Sampling by default: %s.",
+        ", ".join(f"{name} {value}" for name, value in values.items()) or "neutral",
+    )
     return values
 
 

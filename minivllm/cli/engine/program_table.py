@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def program_tables(model: str, ranks: int, stages: int) -> list[RenderableType]:
-    """The program of rank 0 of each pipeline stage. No weights are read. Raises ModelError if the model is computed by
-    its class of transformers, ConfigError if the layout is not possible."""
+    """The program of rank 0 of each pipeline stage. No weights are read. Raises ModelError if the model is
+    computed by its class of transformers, ConfigError if the layout is not possible."""
     from minivllm.config import EngineArgs
     from minivllm.engine.resolve import resolve
     from minivllm.hub.fetch import resolve_model
@@ -38,6 +38,8 @@ def _table(plan: Plan, title: str | None) -> RenderableType:
         for number, line in enumerate(section.lines):
             name = f"{line.region} × {section.layers}" if number == 0 and section.layers > 1 else line.region
             style = "bold magenta" if line.is_seam else None
-            table.add_row(name, f"— {line.what} —" if line.is_seam else line.what, line.reads, line.gives, style=style)
+            table.add_row(
+                name, f"— {line.what} —" if line.is_seam else line.what, line.reads, line.gives, style=style
+            )
         table.add_section()
     return table

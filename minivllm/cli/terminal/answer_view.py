@@ -51,23 +51,26 @@ _ENDED_AT_ONCE = ("heading_open", "hr")
 
 @functools.cache
 def parser() -> MarkdownIt:
-    """CommonMark with tables and strikethrough, but without what would hide text or reach back to earlier lines.
+    """CommonMark with tables and strikethrough,
+    but without what would hide text or reach back to earlier lines.
 
-    HTML stays visible as text, link definitions as well, and a row of dashes does not turn what is above it into a
-    heading.
+    HTML stays visible as text, link definitions as well,
+    and a row of dashes does not turn what is above it into a heading.
     """
     from markdown_it import MarkdownIt
 
     return (
-        MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable(["reference", "lheading"])
+        MarkdownIt("commonmark", {"html": False})
+        .enable(["strikethrough", "table"])
+        .disable(["reference", "lheading"])
     )
 
 
 class BlockSplitter:
     """Takes text as it comes and hands out what is finished: blocks, and the lines of fenced code one by one.
 
-    A paragraph, quote or table ends with an empty line, a heading with its line, and everything where something else
-    begins. ``pending``: the text that is not handed out yet.
+    A paragraph, quote or table ends with an empty line, a heading with its line, and everything where
+    something else begins. ``pending``: the text that is not handed out yet.
     """
 
     def __init__(self) -> None:
@@ -192,7 +195,8 @@ CODE_INDENT = "  "
 
 
 class AnswerView(Protocol):
-    """Where an answer goes as it comes. feed: the next piece. finish: the answer is over, or was interrupted."""
+    """Where an answer goes as it comes. feed: the next piece.
+    finish: the answer is over, or was interrupted."""
 
     def feed(self, text: str) -> None: ...
 
@@ -200,7 +204,8 @@ class AnswerView(Protocol):
 
 
 def answer_view(stream: TextIO, raw: bool) -> AnswerView:
-    """Markdown on a terminal that understands cursor movements; otherwise, and if ``raw``, the text itself."""
+    """Markdown on a terminal that understands cursor movements;
+    otherwise, and if ``raw``, the text itself."""
     if raw or not stream.isatty() or os.environ.get("TERM") == "dumb":
         return PlainView(stream)
     return MarkdownView(stream)
@@ -231,10 +236,10 @@ class PlainView:
 class MarkdownView:
     """Renders Markdown on a terminal, block by block.
 
-    What is not finished shows as it is written, wrapped between words. When a block is finished, its text is erased and
-    the rendered block is printed once in its place, code line by line. A terminal cannot take back what has scrolled
-    away, so a block that is taller than the window stays as it was written. Reasoning between ``<think>`` and
-    ``</think>`` is printed dim as it comes.
+    What is not finished shows as it is written, wrapped between words. When a block is finished, its text is
+    erased and the rendered block is printed once in its place, code line by line. A terminal cannot take back
+    what has scrolled away, so a block that is taller than the window stays as it was written. Reasoning
+    between ``<think>`` and ``</think>`` is printed dim as it comes.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -330,7 +335,8 @@ class MarkdownView:
             # A new one each time: the window may have another width by now.
             console = self._console()
             print_unpadded(
-                console, render_whole(console, piece.text) if isinstance(piece, Block) else self._highlighted(piece)
+                console,
+                render_whole(console, piece.text) if isinstance(piece, Block) else self._highlighted(piece),
             )
 
     def _console(self) -> Console:
@@ -384,7 +390,8 @@ def render_block(text: str) -> Any:
 
 
 def render_whole(console: Console, text: str) -> Any:
-    """As render_block, but the text itself where the window is so narrow that words of a table would be cut off."""
+    """As render_block, but the text itself where the window is so narrow that words of a table would be cut
+    off."""
     from rich.text import Text
 
     markdown = render_block(text)
@@ -395,7 +402,8 @@ def render_whole(console: Console, text: str) -> Any:
 
 
 def print_unpadded(console: Console, renderable: Any) -> None:
-    """Print without the spaces that rich fills lines up with, which are copied along and break when a window shrinks.
+    """Print without the spaces that rich fills lines up with,
+    which are copied along and break when a window shrinks.
 
     Without the empty lines at either end as well.
     """

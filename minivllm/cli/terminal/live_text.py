@@ -1,4 +1,5 @@
-"""Text on a terminal while it is being written: wrapped between words, and taken back as long as that is possible."""
+"""Text on a terminal while it is being written:
+wrapped between words, and taken back as long as that is possible."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ def window_size(stream: TextIO) -> os.terminal_size:
 
 
 def wrap(line: str, columns: int) -> list[str]:
-    """``line`` in rows of at most ``columns`` cells; joined they are the line, so a row may end in spaces too many.
+    """``line`` in rows of at most ``columns`` cells;
+    joined they are the line, so a row may end in spaces too many.
 
-    A row ends between words, or beside a wide character, and inside a word only if the word is longer than a row.
-    Emoji that are joined from several count as all of them, which is what a terminal that cannot join them draws.
+    A row ends between words, or beside a wide character, and inside a word only if the word is longer than a
+    row. Emoji that are joined from several count as all of them, which is what a terminal that cannot join
+    them draws.
     """
     rows: list[str] = []
     widths = _widths(line)
@@ -64,8 +67,9 @@ class LiveText:
     """The unfinished end of what is on the screen.
 
     ``write`` prints text as it comes, wrapped by this class, so that the number of rows it takes is known.
-    ``take_back`` erases it, unless it has reached beyond the window, or the window has another width by now: rows that
-    scrolled away or were laid out anew by the terminal cannot be erased, and would stand there twice.
+    ``take_back`` erases it, unless it has reached beyond the window, or the window has another width by now:
+    rows that scrolled away or were laid out anew by the terminal cannot be erased, and would stand there
+    twice.
 
     emit: prints a piece. window: see window_size. style: what is done to each piece before it is printed.
     """
@@ -114,7 +118,8 @@ class LiveText:
         return max(2, self._window().columns - 1)
 
     def _leave_row(self, text: str) -> str:
-        """Finish the word at the end of a row whose place is not known any more; what comes after it, on a new row."""
+        """Finish the word at the end of a row whose place is not known any more;
+        what comes after it, on a new row."""
         self._heights = [_OUT_OF_REACH] * len(self._heights)
         is_word = self._tail != "" and not self._tail.endswith(" ")
         word = re.split(r"[ \n]", text, maxsplit=1)[0] if is_word else ""

@@ -13,16 +13,17 @@ _UNPRINTABLE = re.compile(
     rf"|(?P<cut>(?:{_STRING}|{_CSI}|\x1b[ -/]*)\Z)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
-"""ECMA-48's sequences: the strings (OSC, DCS, SOS, PM, APC) up to BEL or ST, CSI … final, ESC [intermediate] final; one
-that the end of the text cuts; and control characters by themselves."""
+"""ECMA-48's sequences: the strings (OSC, DCS, SOS, PM, APC) up to BEL or ST, CSI … final, ESC [intermediate]
+final; one that the end of the text cuts; and control characters by themselves."""
 
 
 class ControlCharacterFilter:
     """Removes escape sequences and control characters from streamed text; newline and tab stay.
 
     A model can be talked into printing sequences that move the cursor, set the clipboard or fake a prompt. An
-    incomplete sequence is kept until the next piece, so a sequence that is cut anywhere is removed as a whole. A string
-    also ends at a newline, because an answer must not vanish in a string that is never closed.
+    incomplete sequence is kept until the next piece, so a sequence that is cut anywhere is removed as a
+    whole. A string also ends at a newline, because an answer must not vanish in a string that is never
+    closed.
     """
 
     def __init__(self) -> None:

@@ -22,17 +22,21 @@ def check_text(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise RequestError(f"{what} is not valid UTF-8 text; convert it first (for example with iconv).") from None
+        raise RequestError(
+            f"{what} is not valid UTF-8 text; convert it first (for example with iconv)."
+        ) from None
     return text
 
 
 def read_standard_input() -> str:
-    """The whole of standard input, without the newline that ends it. Raises RequestError if it is empty or no UTF-8."""
+    """The whole of standard input, without the newline that ends it.
+    Raises RequestError if it is empty or no UTF-8."""
     try:
         content = sys.stdin.buffer.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise RequestError(
-                f"Standard input has more than {format_bytes(MOST_BYTES)}, too much for any model: shorten it."
+                f"Standard input has more than {format_bytes(MOST_BYTES)}, too much for any model: shorten "
+                "it."
             )
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -63,14 +67,16 @@ def typed_path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise RequestError(f"{text} begins with the home directory of a user who does not exist here.") from None
+        raise RequestError(
+            f"{text} begins with the home directory of a user who does not exist here."
+        ) from None
 
 
 def read_typed_file(path: Path, most_bytes: int) -> bytes:
     """The content of a regular file. Raises RequestError for anything else, and for more than ``most_bytes``.
 
-    Nothing else is even opened: a pipe would wait for a writer for ever, a device may do something. The size that a
-    file tells is not believed (those under /proc tell 0).
+    Nothing else is even opened: a pipe would wait for a writer for ever, a device may do something. The size
+    that a file tells is not believed (those under /proc tell 0).
     """
     try:
         _check(path, os.stat(path), most_bytes)
@@ -104,7 +110,9 @@ def write_typed_file(path: Path, content: bytes) -> None:
 def _check(path: Path, status: os.stat_result, most_bytes: int) -> None:
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
-        raise RequestError(f"Cannot read {path}: it is {_KINDS.get(kind, 'no regular file')}; give a regular file.")
+        raise RequestError(
+            f"Cannot read {path}: it is {_KINDS.get(kind, 'no regular file')}; give a regular file."
+        )
     if status.st_size > most_bytes:
         raise RequestError(_too_large(path, most_bytes))
 

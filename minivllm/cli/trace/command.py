@@ -1,6 +1,7 @@
 """``minivllm trace``: what the scheduler decides, step by step, without a model.
 
-The real scheduler and KV cache manager run against a worker that answers every finished prompt with one token.
+The real scheduler and KV cache manager run against a worker that answers every finished prompt with one
+token.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _numbers(help_text: str) -> Any:
 class Workload:
     """Requests R1, R2, … and the limits they run under. Raises ConfigError for impossible ones.
 
-    priorities, arrivals: all 0 if empty. Without prefix_len no requests share a prefix; families: all 1 if empty.
+    priorities, arrivals: all 0 if empty.
+    Without prefix_len no requests share a prefix; families: all 1 if empty.
     """
 
     budget: Annotated[int, typer.Option(help="Tokens per step (max_num_batched_tokens).")] = 10
@@ -63,24 +65,30 @@ class Workload:
     max_num_seqs: Annotated[int, typer.Option(help="Requests that may run at the same time.")] = 64
     block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16
     num_blocks: Annotated[
-        int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
+        int | None,
+        typer.Option(help="KV cache blocks, the null block included; few of them show preemption."),
     ] = None
-    policy: Annotated[str, typer.Option(help=f"{', '.join(POLICIES.known)}, or your own: package.module:Class.")] = (
-        "fcfs"
-    )
+    policy: Annotated[
+        str, typer.Option(help=f"{', '.join(POLICIES.known)}, or your own: package.module:Class.")
+    ] = "fcfs"
     priorities: Annotated[Sequence[int], _numbers("Priority of each request; low first.")] = ()
     arrivals: Annotated[Sequence[int], _numbers("Step before which each request arrives.")] = ()
     prefix_len: Annotated[
-        int, typer.Option(help="Tokens that all prompts of a family begin with, at most those of the shortest one.")
+        int,
+        typer.Option(
+            help="Tokens that all prompts of a family begin with, at most those of the shortest one."
+        ),
     ] = 0
     families: Annotated[Sequence[int], _numbers("Family of each request, with --prefix-len.")] = ()
     threshold: Annotated[
-        int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
+        int,
+        typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap."),
     ] = 0
     load_steps: Annotated[
         int,
         typer.Option(
-            help="Full blocks are saved to a second tier too, and take so many steps to come back; 0 is no such tier."
+            help="Full blocks are saved to a second tier too, and take so many steps to come back; 0 is no "
+            "such tier."
         ),
     ] = 0
 
@@ -88,7 +96,8 @@ class Workload:
         int,
         typer.Option(
             "--pp",
-            help="Stages of a pipeline (pipeline_parallel_size), which take a step's time each: see the bubbles.",
+            help="Stages of a pipeline (pipeline_parallel_size), which take a step's time each: see the "
+            "bubbles.",
         ),
     ] = 1
     tp: Annotated[
@@ -100,24 +109,35 @@ class Workload:
             object.__setattr__(self, name, _read_numbers(name, getattr(self, name)))
         if not self.prompt_lens:
             raise ConfigError("prompt-lens is empty, but must hold at least one length.")
-        lows = {"budget": 1, "max_tokens": 1, "max_num_seqs": 1, "block_size": 1, "threshold": 0, "load_steps": 0}
+        lows = {
+            "budget": 1,
+            "max_tokens": 1,
+            "max_num_seqs": 1,
+            "block_size": 1,
+            "threshold": 0,
+            "load_steps": 0,
+        }
         numbers = [(name, getattr(self, name), low) for name, low in lows.items()]
         numbers += [("prompt_lens", length, 1) for length in self.prompt_lens]
         numbers += [("arrivals", step, 0) for step in self.arrivals]
         for name, value, low in numbers:
             if not low <= value <= MOST_TOKENS:
                 raise ConfigError(
-                    f"{name.replace('_', '-')} is {value}, but must be at least {low} and at most {MOST_TOKENS}."
+                    f"{name.replace('_', '-')} is {value}, but must be at least {low} and at most "
+                    f"{MOST_TOKENS}."
                 )
         for name, size in (("pp", self.pp), ("tp", self.tp)):
             if not 1 <= size <= MOST_RANKS:
                 raise ConfigError(f"{name} is {size}, but must be at least 1 and at most {MOST_RANKS}.")
         if (total := sum(self.prompt_lens) + len(self.prompt_lens) * self.max_tokens) > MOST_TOKENS:
-            raise ConfigError(f"The requests have {total:,} tokens in all, but at most {MOST_TOKENS:,} are simulated.")
+            raise ConfigError(
+                f"The requests have {total:,} tokens in all, but at most {MOST_TOKENS:,} are simulated."
+            )
         shortest = min(self.prompt_lens)
         if not 0 <= self.prefix_len <= shortest:
             raise ConfigError(
-                f"prefix-len is {self.prefix_len}, but must be at least 0 and at most {shortest}, the shortest prompt."
+                f"prefix-len is {self.prefix_len}, but must be at least 0 and at most {shortest}, the "
+                "shortest prompt."
             )
         if self.families and not self.prefix_len:
             raise ConfigError("families are given, but nothing that they share: give --prefix-len too.")
@@ -126,15 +146,19 @@ class Workload:
         for name, values in given:
             if values and len(values) != len(self.prompt_lens):
                 raise ConfigError(
-                    f"{name} has {counted(len(values), 'value')}, but prompt-lens has {len(self.prompt_lens)}: "
+                    f"{name} has {counted(len(values), 'value')}, but prompt-lens has "
+                    f"{len(self.prompt_lens)}: "
                     "give one for each."
                 )
         if any(self.priorities) and not has_priorities:
-            raise ConfigError(f"priorities are given, but policy {self.policy!r} has none: use policy 'priority'.")
+            raise ConfigError(
+                f"priorities are given, but policy {self.policy!r} has none: use policy 'priority'."
+            )
         needed = 1 + max(self._num_blocks_of(length) for length in self.prompt_lens)
         if self.num_blocks is not None and self.num_blocks < needed:
             raise ConfigError(
-                f"num-blocks is {self.num_blocks}, but the longest request alone needs {needed} with the null block."
+                f"num-blocks is {self.num_blocks}, but the longest request alone needs {needed} with the "
+                "null block."
             )
 
     def blocks(self) -> int:
@@ -161,12 +185,14 @@ def _read_numbers(name: str, given: str | Sequence[int]) -> Sequence[int]:
         return [int(part) for part in given.split(",") if given.strip()] if isinstance(given, str) else given
     except ValueError:
         raise ConfigError(
-            f"{name.replace('_', '-')} is {given!r}, but must be whole numbers with commas between, such as 3,5,12."
+            f"{name.replace('_', '-')} is {given!r}, but must be whole numbers with commas between, such as "
+            "3,5,12."
         ) from None
 
 
 def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a workload, see Workload and TraceStep. Raises ConfigError for values that cannot work."""
+    """The JSON lines of a workload, see Workload and TraceStep.
+    Raises ConfigError for values that cannot work."""
     return (step.as_dict() for step in simulated_steps(Workload(**workload)))
 
 
@@ -213,9 +239,9 @@ def heat_strip(
 ) -> Text:
     """A picture of the steps: a row per request, a column per step, in each cell the number of tokens.
 
-    Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode. "…" stands for
-    steps and requests that are left out. columns: width of the window [cells], into which long strips are broken.
-    is_coloured: without colours a plus stands before the tokens of cells that decode.
+    Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode. "…"
+    stands for steps and requests that are left out. columns: width of the window [cells], into which long
+    strips are broken. is_coloured: without colours a plus stands before the tokens of cells that decode.
     """
     from rich.text import Text
 
@@ -229,7 +255,9 @@ def heat_strip(
     longest_count = max(map(len, counts), default=1)
     width = 1 + max(longest_count, len(str(max((step.step for step in steps), default=0))))
     num_stages = max((len(step.stages) for step in steps), default=0)
-    label_width = max(len(f"R{num_requests}"), len(f"stage {num_stages - 1}") if num_stages else 0, len("step")) + 1
+    label_width = (
+        max(len(f"R{num_requests}"), len(f"stage {num_stages - 1}") if num_stages else 0, len("step")) + 1
+    )
     cells: list[TraceStep | None] = []
     for step, before in zip(steps, [None, *steps]):
         cells += [None, step] if before is not None and before.step + 1 < step.step else [step]
@@ -251,7 +279,11 @@ def heat_strip(
             for shown in part:
                 strip.append(*_stage_cell(shown, stage, width))
     strip.append("\n\n" + " " * label_width)
-    legend = [("3 prompt", _PROMPT_COLOURS[1]), ("+1 decode", _DECODE_COLOUR), ("x preempted", PREEMPTED_COLOUR)]
+    legend = [
+        ("3 prompt", _PROMPT_COLOURS[1]),
+        ("+1 decode", _DECODE_COLOUR),
+        ("x preempted", PREEMPTED_COLOUR),
+    ]
     if any(step.loading for step in steps):
         legend.append(("~ loading", LOADING_COLOUR))
     if num_stages:
@@ -264,7 +296,8 @@ def heat_strip(
 
 
 def _cell(step: TraceStep | None, request_id: str, most: int, width: int, plus: str) -> tuple[str, str]:
-    """Text and style of one request in one step; None is steps left out. plus: stands before tokens of a decode."""
+    """Text and style of one request in one step; None is steps left out.
+    plus: stands before tokens of a decode."""
     count = None if step is None else step.num_scheduled_tokens.get(request_id)
     if step is None:
         return "…".rjust(width), "dim"
@@ -283,7 +316,11 @@ def _stage_cell(step: TraceStep | None, stage: int, width: int) -> tuple[str, st
     if step is None:
         return "…".rjust(width), "dim"
     number = step.stages[stage]
-    return ("·".rjust(width), "dim") if number is None else (str(number).rjust(width), f"black on {STAGE_COLOUR}")
+    return (
+        ("·".rjust(width), "dim")
+        if number is None
+        else (str(number).rjust(width), f"black on {STAGE_COLOUR}")
+    )
 
 
 def short_count(count: int) -> str:
@@ -332,7 +369,8 @@ def folded(steps: Sequence[TraceStep], run: int = 8) -> list[TraceStep]:
 
 
 def perfetto_trace(steps: Sequence[TraceStep], pp: int = 1, tp: int = 1) -> dict[str, Any]:
-    """The steps in Chrome's trace event format, which ui.perfetto.dev opens: a track per request, 1 ms per step.
+    """The steps in Chrome's trace event format, which ui.perfetto.dev opens:
+    a track per request, 1 ms per step.
 
     With several workers also a process for each of them, with the steps that it computes.
     """
@@ -367,11 +405,17 @@ def perfetto_trace(steps: Sequence[TraceStep], pp: int = 1, tp: int = 1) -> dict
                 }
             )
         for request_id in step.preempted:
-            events.append({"name": "preempted", "ph": "i", "ts": start, "pid": 1, "tid": int(request_id[1:]), "s": "t"})
+            events.append(
+                {"name": "preempted", "ph": "i", "ts": start, "pid": 1, "tid": int(request_id[1:]), "s": "t"}
+            )
         total = sum(step.num_scheduled_tokens.values())
-        events.append({"name": "tokens per step", "ph": "C", "ts": start, "pid": 1, "args": {"tokens": total}})
+        events.append(
+            {"name": "tokens per step", "ph": "C", "ts": start, "pid": 1, "args": {"tokens": total}}
+        )
     for track in sorted({event["tid"] for event in events if "tid" in event}):
-        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": f"R{track}"}})
+        events.append(
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": f"R{track}"}}
+        )
     if pp * tp > 1:
         events.append({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "scheduler"}})
         events += rank_events(steps, pp, tp)
@@ -382,13 +426,16 @@ def perfetto_trace(steps: Sequence[TraceStep], pp: int = 1, tp: int = 1) -> dict
 def trace(
     workload: Workload,
     plot: Annotated[
-        bool, typer.Option("--plot", help="Draw a heat strip instead of JSON lines; what repeats is left out.")
+        bool,
+        typer.Option("--plot", help="Draw a heat strip instead of JSON lines; what repeats is left out."),
     ] = False,
     perfetto: Annotated[Path | None, typer.Option(help="Also write a file for ui.perfetto.dev.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also save the heat strip as a PNG.")] = None,
     tree: Annotated[
         bool,
-        typer.Option("--tree", help="Draw the prefix cache as a tree instead of JSON lines, after the last step."),
+        typer.Option(
+            "--tree", help="Draw the prefix cache as a tree instead of JSON lines, after the last step."
+        ),
     ] = False,
     tree_after: Annotated[
         int | None, typer.Option(min=0, help="With --tree: after this step, when some of them are in use.")
@@ -442,7 +489,8 @@ def _write(option: str, path: Path, content: bytes) -> None:
 
 
 def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
-    """A row per request, a column per step, in each cell the number of tokens; most of very many rows are left out.
+    """A row per request, a column per step, in each cell the number of tokens;
+    most of very many rows are left out.
 
     Raises ConfigError without matplotlib.
     """
@@ -451,7 +499,9 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
     except ImportError:
-        raise ConfigError("--save needs matplotlib: pip install 'minivllm[bench]', or leave it out.") from None
+        raise ConfigError(
+            "--save needs matplotlib: pip install 'minivllm[bench]', or leave it out."
+        ) from None
     most = max((count for step in steps for count in step.num_scheduled_tokens.values()), default=1)
     rows = shown_rows(num_requests)
     num_stages = max((len(step.stages) for step in steps), default=0)
@@ -476,7 +526,9 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
         for stage, number in enumerate(step.stages):
             if number is not None:
                 place = len(rows) + stage
-                axes.add_patch(Rectangle((column - 0.5, place - 0.5), 1, 1, facecolor=STAGE_COLOUR, edgecolor="white"))
+                axes.add_patch(
+                    Rectangle((column - 0.5, place - 0.5), 1, 1, facecolor=STAGE_COLOUR, edgecolor="white")
+                )
                 axes.text(column, place, str(number), ha="center", va="center", fontsize=8)
     axes.set_xlim(-0.5, max(1, len(steps)) - 0.5)
     axes.set_ylim(height - 0.5, -0.5)
@@ -485,7 +537,9 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
     marked = range(0, len(steps), max(1, len(steps) // 20))
     axes.set_xticks(marked, [str(steps[place].step) for place in marked])
     axes.set_xlabel("step of the scheduler")
-    axes.set_title("tokens computed per step: blue prompt, orange decode, red preempted, violet loading", fontsize=9)
+    axes.set_title(
+        "tokens computed per step: blue prompt, orange decode, red preempted, violet loading", fontsize=9
+    )
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     return content.getvalue()

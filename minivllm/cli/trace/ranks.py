@@ -1,4 +1,5 @@
-"""Which worker does what in the steps of a trace: a row for each of them in a Perfetto file, and a line in words."""
+"""Which worker does what in the steps of a trace:
+a row for each of them in a Perfetto file, and a line in words."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class Tick(Protocol):
 
 
 def rank_events(steps: Sequence[Tick], pp: int, tp: int) -> Iterator[dict[str, Any]]:
-    """A process of the Perfetto file for every worker of ``pp`` stages with ``tp`` workers each, and what it computes
-    in each tick."""
+    """A process of the Perfetto file for every worker of ``pp`` stages with ``tp`` workers each,
+    and what it computes in each tick."""
     scheduled = {step.step: step.num_scheduled_tokens for step in steps}
     for rank in range(pp * tp):
         process, stage = FIRST_PROCESS + rank, rank // tp

@@ -11,7 +11,8 @@ from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 
 class EngineClient(Protocol):
-    """What frontends use. model_vocab_size: width of the logits. eos_token_ids: all ids that end a sequence."""
+    """What frontends use. model_vocab_size: width of the logits.
+    eos_token_ids: all ids that end a sequence."""
 
     config: EngineConfig
     model_vocab_size: int
@@ -36,14 +37,16 @@ class EngineClient(Protocol):
 
 class DeathListener(Protocol):
     def __call__(self, error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
-        """An engine has died. request_ids: those that died with it, while others serve on or it starts again; None: it
-        is the end."""
+        """An engine has died. request_ids:
+        those that died with it, while others serve on or it starts again; None: it is the end."""
 
 
 class AsyncEngineClient(Protocol):
-    """What ``AsyncLLM`` uses. config: of all engines together: as many places and tokens of a step as they have.
+    """What ``AsyncLLM`` uses. config: of all engines together:
+    as many places and tokens of a step as they have.
 
-    dead_error: why none serves any more. num_up: of num_engines, without one that starts again. num_restarts: of each.
+    dead_error: why none serves any more. num_up: of num_engines, without one that starts again.
+    num_restarts: of each.
     """
 
     config: EngineConfig
@@ -62,7 +65,9 @@ class AsyncEngineClient(Protocol):
     @property
     def dead_error(self) -> EngineDeadError | None: ...
 
-    def start(self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]], on_death: DeathListener) -> None: ...
+    def start(
+        self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]], on_death: DeathListener
+    ) -> None: ...
 
     def add_request(self, request: EngineRequest) -> None: ...
 

@@ -41,7 +41,9 @@ class AnswersQuestions:
     async def answers_from_threads(self, digests: Sequence[bytes]) -> AsyncIterator[PixelTensors]:
         """Of each image as soon as it is made, beside the event loop."""
         loop = asyncio.get_running_loop()
-        for done in asyncio.as_completed([loop.run_in_executor(self._pool, self._answer, one) for one in digests]):
+        for done in asyncio.as_completed(
+            [loop.run_in_executor(self._pool, self._answer, one) for one in digests]
+        ):
             yield await done
 
     def _answer(self, digest: bytes) -> PixelTensors:

@@ -18,8 +18,8 @@ from minivllm.executor.records.child_reports import ErrorInfo
 def run_node(start: bytes) -> bytes:
     """Run the workers of a node until the first one ends. start: a ``NodeStart``.
 
-    What comes back is the error that ended it, an ``ErrorInfo``, or nothing. Bytes and the name of this function are
-    all that Ray carries, so it has nothing of ours to pickle.
+    What comes back is the error that ended it, an ``ErrorInfo``, or nothing. Bytes and the name of this
+    function are all that Ray carries, so it has nothing of ours to pickle.
     """
     try:
         _run(msgspec.msgpack.decode(start, type=NodeStart))
@@ -29,7 +29,8 @@ def run_node(start: bytes) -> bytes:
 
 
 def _end_with(process: int) -> None:
-    """Wait until a process of this host has ended, and exit: Ray lets what runs here go on without its raylet."""
+    """Wait until a process of this host has ended, and exit:
+    Ray lets what runs here go on without its raylet."""
     poll = select.poll()
     poll.register(os.pidfd_open(process), select.POLLIN)
     poll.poll()
@@ -38,7 +39,9 @@ def _end_with(process: int) -> None:
 
 def _run(start: NodeStart) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet watch", daemon=True).start()
-    with contextlib.suppress(OSError):  # relative paths mean the caller's, where this node has the same directory
+    with contextlib.suppress(
+        OSError
+    ):  # relative paths mean the caller's, where this node has the same directory
         os.chdir(start.directory)
     # Ray has set it to the number of CPUs that were reserved, one for each worker.
     os.environ.pop("OMP_NUM_THREADS", None)

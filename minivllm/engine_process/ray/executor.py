@@ -1,4 +1,5 @@
-"""The executor of an engine whose nodes Ray chooses: that of several processes, and hosts, once they are reserved."""
+"""The executor of an engine whose nodes Ray chooses:
+that of several processes, and hosts, once they are reserved."""
 
 from __future__ import annotations
 
@@ -33,10 +34,13 @@ _PLACER = "process that talks to Ray"
 class Placement:
     """Nodes that are reserved for one engine until it is closed, and a ``NodeStarter`` for them.
 
-    config: of the first node. Raises ConfigError if there are none, EngineDeadError if Ray cannot be talked to.
+    config: of the first node. Raises ConfigError if there are none,
+    EngineDeadError if Ray cannot be talked to.
     """
 
-    def __init__(self, args: EngineArgs, config: EngineConfig, command: Sequence[str] = PLACER_COMMAND) -> None:
+    def __init__(
+        self, args: EngineArgs, config: EngineConfig, command: Sequence[str] = PLACER_COMMAND
+    ) -> None:
         self._args = args
         self._secret = secrets.token_bytes(32)
         self._process, self._channel = start_process(command, FromPlacer, environment_of_children())
@@ -54,7 +58,9 @@ class Placement:
         except BaseException:
             self.close()
             raise
-        nodes = NodesConfig(nnodes=placed.nnodes, node_rank=0, master_addr=placed.address, master_port=0, key_file="")
+        nodes = NodesConfig(
+            nnodes=placed.nnodes, node_rank=0, master_addr=placed.address, master_port=0, key_file=""
+        )
         self.config = config if placed.nnodes == 1 else replace(config, nodes=nodes)
 
     def head(self) -> HeadNode | None:
@@ -81,12 +87,15 @@ class Placement:
                 if message.error is None:
                     raise EngineDeadError(f"The process of {message.node} has ended.")
                 named = f"{message.node[0].upper()}{message.node[1:]}: {message.error.message}"
-                raise msgspec.structs.replace(message.error, message=named).exception(f"process of {message.node}")
+                raise msgspec.structs.replace(message.error, message=named).exception(
+                    f"process of {message.node}"
+                )
             else:
                 placed = message
         return placed
 
-    # -- as a NodeStarter ----------------------------------------------------------------------------------------
+    # -- as a NodeStarter
+    # ----------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._channel.fileno()

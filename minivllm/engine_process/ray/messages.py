@@ -1,4 +1,5 @@
-"""What an engine and the process that talks to Ray for it tell one another, and what Ray brings to the other nodes."""
+"""What an engine and the process that talks to Ray for it tell one another,
+and what Ray brings to the other nodes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from minivllm.executor.records.records import Died
 
 
 class Place(msgspec.Struct, frozen=True, tag="place"):
-    """Reserve nodes. resource: what a worker takes one of, "CPU" or "GPU". nnodes: None for as few as have room.
-    seconds: how long to wait for them."""
+    """Reserve nodes. resource: what a worker takes one of, "CPU" or "GPU". nnodes: None for as few as have
+    room. seconds: how long to wait for them."""
 
     num_workers: int
     nnodes: int | None
@@ -46,7 +47,8 @@ FromPlacer = Placed | Left | Log | Died
 
 
 class NodeStart(msgspec.Struct, frozen=True):
-    """What an agent is started with. directory, threads: the caller's working directory and OMP_NUM_THREADS."""
+    """What an agent is started with.
+    directory, threads: the caller's working directory and OMP_NUM_THREADS."""
 
     args: EngineArgs
     node: NodesConfig

@@ -1,8 +1,8 @@
 """The process that talks to Ray for one engine: it reserves nodes, and starts what runs on them.
 
-The engine itself stays out of Ray, which ends the processes that are connected to it with its own, says no reason, and
-changes their signal handlers. All that is started here belongs to this process, so Ray ends it with this process, which
-ends with the engine: also if that is killed.
+The engine itself stays out of Ray, which ends the processes that are connected to it with its own, says no
+reason, and changes their signal handlers. All that is started here belongs to this process, so Ray ends it
+with this process, which ends with the engine: also if that is killed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ def connect() -> list[dict[str, Any]]:
     address = os.environ.get("RAY_ADDRESS") or "auto"
     if address.startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, that of a Ray client, but an engine must run on a node of the cluster: start "
+            f"RAY_ADDRESS is {address!r}, that of a Ray client, but an engine must run on a node of the "
+            "cluster: start "
             "it there, and leave RAY_ADDRESS out."
         )
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigError(
-            f"distributed_executor_backend is 'ray', but this host is in no Ray cluster (at {address!r}): start "
-            f"one with `ray start --head`, and on every other host `ray start --address=HOST:6379`. Ray says: {error}"
+            f"distributed_executor_backend is 'ray', but this host is in no Ray cluster (at {address!r}): "
+            "start "
+            "one with `ray start --head`, and on every other host `ray start --address=HOST:6379`. Ray "
+            f"says: {error}"
         ) from None
     return living_nodes()
 
@@ -58,8 +61,8 @@ def living_nodes() -> list[dict[str, Any]]:
 
 
 def reserve(place: Place, nodes: list[dict[str, Any]]) -> tuple[Any, int]:
-    """A placement group with a bundle for each node, the first one here, and how many. Raises ConfigError if there is
-    no room in time."""
+    """A placement group with a bundle for each node, the first one here, and how many.
+    Raises ConfigError if there is no room in time."""
     import ray
     from ray.util import placement_group
 

@@ -1,7 +1,9 @@
-"""What a frontend uses on every rank: rank 0 has the engine core, and the others do what it does, call by call.
+"""What a frontend uses on every rank:
+rank 0 has the engine core, and the others do what it does, call by call.
 
-Each rank makes the same calls (SPMD). Deciding on one rank only is what keeps them together: schedules depend on the
-clock, so ranks that decide by themselves can come apart. (vLLM's "external_launcher" lets every rank schedule.)
+Each rank makes the same calls (SPMD). Deciding on one rank only is what keeps them together: schedules depend
+on the clock, so ranks that decide by themselves can come apart. (vLLM's "external_launcher" lets every rank
+schedule.)
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ Value = TypeVar("Value")
 
 
 class TorchrunClient:
-    """An ``EngineClient``. Raises ConfigError, on every rank, if torchrun did not start as many as there are workers,
-    and what loading the model raises."""
+    """An ``EngineClient``. Raises ConfigError, on every rank, if torchrun did not start as many as there are
+    workers, and what loading the model raises."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._number, size = place_of(args)
@@ -73,7 +75,8 @@ class TorchrunClient:
 
     def _apart(self, name: str) -> EngineDeadError:
         return EngineDeadError(
-            f"Rank {self._number} has come to {name}, but rank 0 has not: every rank must make the same calls, with "
+            f"Rank {self._number} has come to {name}, but rank 0 has not: every rank must make the same "
+            "calls, with "
             "the same arguments, in the same order."
         )
 

@@ -33,7 +33,9 @@ class Rank:
         if config.family is not None:
             load_family(config.family)
         self.communicator = GlooCommunicator(rank, size)
-        self._worker = Worker(config, facts, others=OtherWorkers(communicator=self.communicator if size > 1 else None))
+        self._worker = Worker(
+            config, facts, others=OtherWorkers(communicator=self.communicator if size > 1 else None)
+        )
         self._decoder = msgspec.msgpack.Decoder(FromFirst)
         self._num_steps = 0
 
@@ -57,8 +59,10 @@ class Rank:
         largest, smallest = self.communicator.largest([digest, -digest])
         if largest != -smallest:
             raise EngineDeadError(
-                f"In step {self._num_steps} of the engine the ranks have not sampled the same tokens. All must sample "
-                "alike: look for a logits processor that does not depend on its arguments alone, or for broken memory."
+                f"In step {self._num_steps} of the engine the ranks have not sampled the same tokens. All "
+                "must sample "
+                "alike: look for a logits processor that does not depend on its arguments alone, or for "
+                "broken memory."
             )
         return output
 

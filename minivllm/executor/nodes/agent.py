@@ -1,7 +1,7 @@
 """What runs on every node but the first: it starts its workers when all nodes are there, and relays for them.
 
-The connection to the first node is its life line: when that is lost, its workers end, and so does it. They end with it
-in the same way, however it ends.
+The connection to the first node is its life line: when that is lost, its workers end, and so does it. They
+end with it in the same way, however it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ LAST_WORDS_MILLISECONDS = 200
 EXIT_SECONDS = 3.0
 """How long a worker may take to end whose socket has closed."""
 _BAD_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -66,19 +68,24 @@ class NodeAgent:
         self._was_told = False
 
     def run(self) -> int:
-        """Until the first node ends; the exit status: 0 after an orderly end. Raises ConfigError if this node cannot
-        take part, EngineDeadError if the first one is lost."""
+        """Until the first node ends; the exit status: 0 after an orderly end. Raises ConfigError if this node
+        cannot take part, EngineDeadError if the first one is lost."""
         sockets = SecureSockets(self._secret)
         address = tcp_address(self._host, self._node.master_port)
         dealer = sockets.client(zmq.DEALER, address)
         monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _BAD_HANDSHAKES
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | _BAD_HANDSHAKES
         )
         try:
             dealer.connect(address)
             config = messages.on_this_node(self._join(dealer, monitor), self._config)
             try:
-                workers = LocalWorkers(config, msgspec.Raw, self._command, Network(self._own_host(), self._secret))
+                workers = LocalWorkers(
+                    config, msgspec.Raw, self._command, Network(self._own_host(), self._secret)
+                )
             except BaseException as error:
                 dealer.send(self._encode(Failed(ErrorInfo.of(error))))
                 raise
@@ -122,13 +129,17 @@ class NodeAgent:
                     raise EngineDeadError(f"Node 0 at {self._where} ended before all nodes were there.")
                 elif event == zmq.EVENT_DISCONNECTED or event & _BAD_HANDSHAKES:
                     raise ConfigError(
-                        f"What listens at {self._where} does not answer as a first node with the same key does: "
-                        "node_key_file must hold the same secret on all nodes, and master_addr and master_port be "
+                        f"What listens at {self._where} does not answer as a first node with the same key "
+                        "does: "
+                        "node_key_file must hold the same secret on all nodes, and master_addr and "
+                        "master_port be "
                         "those of the first one."
                     )
 
     def _serve(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], workers: LocalWorkers) -> int:
-        logger.info("Node %d runs the workers of ranks %s.", self._node.node_rank, ", ".join(map(str, workers.ranks)))
+        logger.info(
+            "Node %d runs the workers of ranks %s.", self._node.node_rank, ", ".join(map(str, workers.ranks))
+        )
         writer = threading.Thread(target=self._write, args=(workers,), name="records", daemon=True)
         writer.start()
         ranks = {channel.fileno(): rank for channel, rank in zip(workers.channels, workers.ranks)}

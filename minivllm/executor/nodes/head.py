@@ -1,7 +1,8 @@
 """The first node's side: other hosts' workers look like its own.
 
-Each has a channel, whose far end is served here, and a process that can be waited for and killed. A thread brings what
-is said there to the nodes, and back, and every record of the ring, which it reads as one more reader.
+Each has a channel, whose far end is served here, and a process that can be waited for and killed. A thread
+brings what is said there to the nodes, and back, and every record of the ring, which it reads as one more
+reader.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _BAD_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_P
 
 
 class RemoteWorker:
-    """The process of a worker of another node: what ``subprocess.Popen`` has. end: of its channel, which is closed for
-    writing to have it killed."""
+    """The process of a worker of another node: what ``subprocess.Popen`` has. end: of its channel, which is
+    closed for writing to have it killed."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -97,11 +98,11 @@ class NodeStarter(Protocol):
 
 
 class HeadNode:
-    """Waits for all nodes. secret: in place of that of the key file. starter: of the other nodes. A master_port of 0
-    takes a free one.
+    """Waits for all nodes. secret: in place of that of the key file. starter: of the other nodes.
+    A master_port of 0 takes a free one.
 
-    Raises ConfigError if it cannot listen, or if a node has another model, other settings or versions, which that node
-    is told, too; and what the starter raises.
+    Raises ConfigError if it cannot listen, or if a node has another model, other settings or versions, which
+    that node is told, too; and what the starter raises.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class HeadNode:
         except zmq.ZMQError as error:
             self._sockets.close()
             raise ConfigError(
-                f"The first node cannot listen at {config.nodes.master_addr}, port {config.nodes.master_port} "
-                f"({os.strerror(error.errno or 0)}): master_addr must be an address of this host, and master_port free."
+                f"The first node cannot listen at {config.nodes.master_addr}, port "
+                f"{config.nodes.master_port} "
+                f"({os.strerror(error.errno or 0)}): master_addr must be an address of this host, and "
+                "master_port free."
             ) from None
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | _BAD_HANDSHAKES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -184,11 +187,15 @@ class HeadNode:
         except msgspec.MsgspecError:
             hello = None
         if not isinstance(hello, Hello):
-            self._refuse(identity.bytes, "The node is of another version than node 0: install the same on all nodes.")
+            self._refuse(
+                identity.bytes, "The node is of another version than node 0: install the same on all nodes."
+            )
             return
         number, count = hello.node_rank, len(self._config.local_ranks)
         if any(node.number == number for node in self._nodes.values()):
-            self._refuse(identity.bytes, f"There is a node {number} already: give every node a node_rank of its own.")
+            self._refuse(
+                identity.bytes, f"There is a node {number} already: give every node a node_rank of its own."
+            )
             return
         problem = messages.difference(hello, messages.versions(), self._settings)
         if problem is not None:
@@ -217,7 +224,8 @@ class HeadNode:
             return []
         return [node for node in self._nodes.values() if node.connection == event["value"]]
 
-    # -- serving -------------------------------------------------------------------------------------------------
+    # -- serving
+    # -------------------------------------------------------------------------------------------------
 
     def start(self, ring: RingWriter, reader: int) -> None:
         """See OtherNodes."""
@@ -291,7 +299,8 @@ class HeadNode:
             self._end(rank, LOST_STATUS, ErrorInfo.of(error))
 
     def _end(self, rank: int, status: int, error: ErrorInfo | None = None) -> None:
-        """A worker has ended; whoever listens to it hears of that. error: why, if it did not say so itself."""
+        """A worker has ended; whoever listens to it hears of that.
+        error: why, if it did not say so itself."""
         channel, process = self._far[rank], self.processes[rank - self._config.local_ranks.stop]
         if process.poll() is not None:
             return

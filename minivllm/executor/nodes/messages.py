@@ -1,4 +1,5 @@
-"""What the first node and the others tell one another, and the settings that must be the same on all of them."""
+"""What the first node and the others tell one another,
+and the settings that must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ ToNode = Refused | Begin | Record | ToWorker | Kill
 
 _OF_ONE_NODE = {"model", "model_path", "tokenizer", "nodes"}
 _OF_THE_FIRST = {"profile", "compile_in_background", "scheduler.max_num_batched_tokens"}
-"""What depends on who asks for the engine there: a server wants short steps, a chat does not wait for the compiler."""
+"""What depends on who asks for the engine there:
+a server wants short steps, a chat does not wait for the compiler."""
 
 
 def versions() -> dict[str, str]:
@@ -91,8 +93,8 @@ def versions() -> dict[str, str]:
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
-    """All that decides what workers compute, by name: the model's files, wherever they lie, and every setting. Raises
-    ModelError if the files cannot be read."""
+    """All that decides what workers compute, by name: the model's files, wherever they lie, and every
+    setting. Raises ModelError if the files cannot be read."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     values = {name: value for name, value in plain.items() if name not in _OF_ONE_NODE}
     if config.nodes is not None:
@@ -103,7 +105,9 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
         values["speculative"] = {**plain["speculative"], "model": files, "model_path": None}
     flat: dict[str, Any] = {"the model's files": fingerprint("", config.model_path)}
     for name, value in values.items():
-        flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= (
+            {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        )
     shared = {name: value for name, value in flat.items() if name not in _OF_THE_FIRST}
     return {name: msgspec.json.encode(value, order="sorted").decode() for name, value in shared.items()}
 
@@ -121,7 +125,11 @@ def difference(hello: Hello, own_versions: dict[str, str], own_settings: dict[st
     """What differs between a node and the first one, as a sentence."""
     for theirs, own, advice in (
         (hello.versions, own_versions, "install the same on all nodes"),
-        (hello.settings, own_settings, "give the same flags on all nodes, and name what was left to the engine"),
+        (
+            hello.settings,
+            own_settings,
+            "give the same flags on all nodes, and name what was left to the engine",
+        ),
     ):
         for name in sorted(theirs.keys() | own.keys()):
             there, here = theirs.get(name, "nothing"), own.get(name, "nothing")
@@ -139,5 +147,7 @@ def find_host(name: str) -> str:
     except OSError as error:
         raise ConfigError(f"master_addr is {name!r}, which cannot be found ({error.strerror}).") from None
     if address in ("0.0.0.0", "::"):
-        raise ConfigError(f"master_addr is {name!r}, but must be the address by which other nodes reach the first one.")
+        raise ConfigError(
+            f"master_addr is {name!r}, but must be the address by which other nodes reach the first one."
+        )
     return address

@@ -1,7 +1,9 @@
-"""Whether all ranks sample alike: each leaves a digest of its tokens in the ring's memory, which takes no message.
+"""Whether all ranks sample alike:
+each leaves a digest of its tokens in the ring's memory, which takes no message.
 
-Ranks that go on with different tokens would answer nonsense, or wait for one another for ever. What can make them
-differ: a logits processor or a drafter that looks at the clock, memory that fails, an edit that forgets a rank.
+Ranks that go on with different tokens would answer nonsense, or wait for one another for ever. What can make
+them differ: a logits processor or a drafter that looks at the clock, memory that fails, an edit that forgets
+a rank.
 """
 
 from __future__ import annotations
@@ -59,8 +61,10 @@ class Agreement:
                     return
                 if digest != expected:
                     raise EngineDeadError(
-                        f"In step {step} of the engine the worker of rank {rank} sampled other tokens than that of "
-                        f"rank {self._output_rank}. All must sample alike: look for a logits processor that does not "
+                        f"In step {step} of the engine the worker of rank {rank} sampled other tokens than "
+                        "that of "
+                        f"rank {self._output_rank}. All must sample alike: look for a logits processor that "
+                        "does not "
                         "depend on its arguments alone, or for broken memory."
                     )
                 ranks.remove(rank)

@@ -1,9 +1,10 @@
 """A bounded queue in shared memory: one process writes records, and each of several others reads all of them.
 
-The bytes of the records follow one another in a ring. The writer has one cursor, every reader has its own, and a
-writer without room waits for the slowest reader. Nobody polls: who waits sleeps on an eventfd. Cursors are read only
-after the eventfd of their owner, whose system calls order them behind the bytes they stand for on every processor.
-(vLLM V1's shared-memory broadcast queue, as a stream of bytes: a record may be larger than the ring.)
+The bytes of the records follow one another in a ring. The writer has one cursor, every reader has its own,
+and a writer without room waits for the slowest reader. Nobody polls: who waits sleeps on an eventfd. Cursors
+are read only after the eventfd of their owner, whose system calls order them behind the bytes they stand for
+on every processor. (vLLM V1's shared-memory broadcast queue, as a stream of bytes: a record may be larger
+than the ring.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ RING_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<II")
 """In front of every record: its length, and its number, which wraps around."""
 _PLACE = 4096
-"""Bytes that a cursor has for itself. Behind a reader's lie the digests that it noted last, with their numbers."""
+"""Bytes that a cursor has for itself.
+Behind a reader's lie the digests that it noted last, with their numbers."""
 _NOTES = _PLACE // 8 - 8
 
 
@@ -55,8 +57,8 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The side that writes. memory: a descriptor of the ring, for the readers; arrived: for each reader, the eventfd
-    that tells it of records; freed: the one that tells the writer of room."""
+    """The side that writes. memory: a descriptor of the ring, for the readers; arrived: for each reader, the
+    eventfd that tells it of records; freed: the one that tells the writer of room."""
 
     def __init__(self, num_readers: int, capacity: int = RING_BYTES) -> None:
         self.memory = os.memfd_create("minivllm-ring", os.MFD_CLOEXEC)
@@ -71,8 +73,8 @@ class RingWriter(_Ring):
         return self.memory, self.arrived[reader], self.freed
 
     def write(self, record: bytes, watched: Sequence[int] = ()) -> None:
-        """Append a record; waits while the ring is full. Raises PeerGone if, meanwhile, one of the descriptors is
-        closed at its other end: a reader that has ended makes no room."""
+        """Append a record; waits while the ring is full. Raises PeerGone if, meanwhile, one of the
+        descriptors is closed at its other end: a reader that has ended makes no room."""
         poll = select.poll()
         poll.register(self.freed, select.POLLIN)
         for descriptor in watched:
@@ -95,7 +97,8 @@ class RingWriter(_Ring):
         self._publish()
 
     def digest(self, reader: int, number: int) -> int | None:
-        """What the reader has noted under this number, one of its last ones; None if it has not come so far."""
+        """What the reader has noted under this number, one of its last ones;
+        None if it has not come so far."""
         note = self._cursors[(1 + reader) * _PLACE // 8 + 8 + number % _NOTES]
         return note % 2**32 if note >> 32 == number % 2**32 else None
 

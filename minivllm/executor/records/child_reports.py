@@ -13,7 +13,8 @@ from minivllm import errors
 from minivllm.errors import EngineDeadError, MinivllmError
 
 FRONTEND_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What they mean is for the frontend to decide, which may want to drain first; child processes ignore them."""
+"""What they mean is for the frontend to decide, which may want to drain first;
+child processes ignore them."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -29,8 +30,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return cls(type(error).__name__, printable(str(error)), printable(text))
 
     def exception(self, origin: str = "engine core") -> MinivllmError:
-        """The same error if its text is a sentence for the user; for every other one, EngineDeadError with the
-        original traceback. origin: whose error it was."""
+        """The same error if its text is a sentence for the user; for every other one, EngineDeadError with
+        the original traceback. origin: whose error it was."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, MinivllmError):
             return kind(self.message)
@@ -70,8 +71,8 @@ def printable(text: str) -> str:
 
 
 def describe_exit(what: str, status: int | None) -> str:
-    """How a process ended that gave no reason. what: "engine process". status: as subprocess has it, None if the
-    process goes on."""
+    """How a process ended that gave no reason. what: "engine process".
+    status: as subprocess has it, None if the process goes on."""
     if status is None:
         return f"The {what} closed its pipe to this one."
     if status >= 0:

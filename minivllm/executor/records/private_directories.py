@@ -1,8 +1,9 @@
-"""Private directories for the sockets between processes, which do not outlive their owner by more than one start.
+"""Private directories for the sockets between processes,
+which do not outlive their owner by more than one start.
 
-The owner holds a lock on a file inside. It is free when the owner has ended, also by kill -9, and the next process that
-makes such a directory removes those whose lock is free. A process id would not tell: containers may share /tmp, and
-each counts its processes from 1.
+The owner holds a lock on a file inside. It is free when the owner has ended, also by kill -9, and the next
+process that makes such a directory removes those whose lock is free. A process id would not tell: containers
+may share /tmp, and each counts its processes from 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What crosses between an executor and its worker processes: typed msgpack messages, and nothing else is decoded.
+"""What crosses between an executor and its worker processes:
+typed msgpack messages, and nothing else is decoded.
 
-To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
-through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``. It brings
-each worker its ``Start`` too, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``. Workers of
-several nodes say where they are ``Listening``, hear of their ``Peers``, and tell what they ``Sampled``.
+To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From
+each worker, through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log``
+and ``Died``. It brings each worker its ``Start`` too, and a ``Probe`` where it seems to hang, which it
+answers with ``Whereabouts``. Workers of several nodes say where they are ``Listening``, hear of their
+``Peers``, and tell what they ``Sampled``.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The first message to a worker, through its socket.
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
-    ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
-    links: to the workers of other stages. seat: of its engine among those that share experts. shared: all descriptors
-    of these. network: where there are other nodes.
+    ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another
+    through gloo. links: to the workers of other stages. seat: of its engine among those that share experts.
+    shared: all descriptors of these. network: where there are other nodes.
     """
 
     config: EngineConfig
@@ -111,8 +113,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag="whereabouts"):
-    """Where a worker's main thread is. num_exchanges: how often it has come to where ranks wait for one another.
-    num_handed: see ``Stage``."""
+    """Where a worker's main thread is.
+    num_exchanges: how often it has come to where ranks wait for one another. num_handed: see ``Stage``."""
 
     num_exchanges: int
     stack: str
@@ -145,7 +147,8 @@ _RECEIVED_BYTES = 2**18
 
 
 class Channel:
-    """One end of a worker's socket: messages with their length in front. Any thread may send, one may receive."""
+    """One end of a worker's socket: messages with their length in front.
+    Any thread may send, one may receive."""
 
     def __init__(self, end: socket.socket, received: Any) -> None:
         """received: the type of what comes in."""
@@ -164,7 +167,8 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> list[Any] | None:
-        """Wait for bytes; the messages that are complete now. None at the end: the other side has closed, or ended."""
+        """Wait for bytes; the messages that are complete now.
+        None at the end: the other side has closed, or ended."""
         try:
             received = self._socket.recv(_RECEIVED_BYTES)
         except ConnectionError:

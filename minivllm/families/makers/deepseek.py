@@ -46,7 +46,9 @@ def _describe(entries: Entries, experts: ExpertRule) -> Description:
     heads = entries.whole("num_attention_heads", 1, MAX_HEADS)
     kv_heads = entries.optional_whole("num_key_value_heads", 1, MAX_HEADS)
     if kv_heads not in (None, heads):
-        raise entries.refuse("num_key_value_heads", kv_heads, f"must be num_attention_heads {heads} in this family")
+        raise entries.refuse(
+            "num_key_value_heads", kv_heads, f"must be num_attention_heads {heads} in this family"
+        )
     nope_dim = entries.whole("qk_nope_head_dim", 1, MAX_HEAD_DIM)
     mixer = LatentSpec(
         heads=heads,
@@ -74,7 +76,8 @@ def _describe(entries: Entries, experts: ExpertRule) -> Description:
 
 
 def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
-    """Softmax over all experts; with topk_method "group_limited_greedy" a group is as good as its best expert."""
+    """Softmax over all experts; with topk_method "group_limited_greedy" a group is as good as its best
+    expert."""
     if layer < entries.whole("first_k_dense_replace", 0, MAX_LAYERS):
         return None
     num_experts, top_k = experts_of(entries)
@@ -84,7 +87,9 @@ def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
     if method == _IN_GROUPS:
         groups, kept = groups_of(entries, num_experts, top_k, group_best=1)
     elif method != "greedy":
-        raise entries.refuse("topk_method", method, "must be 'greedy' or 'group_limited_greedy' in this family")
+        raise entries.refuse(
+            "topk_method", method, "must be 'greedy' or 'group_limited_greedy' in this family"
+        )
     inner, shared = inner_of_experts(entries), entries.whole("n_shared_experts", 0, MAX_EXPERTS)
     return MoeSpec(
         num_experts=num_experts,
@@ -97,14 +102,16 @@ def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
             group_best=1,
         ),
         activation=entries.activation("hidden_act"),
-        shared=replace(shared_mlp(entries, shared * inner), bias=entries.flag("mlp_bias")) if shared else None,
+        shared=replace(shared_mlp(entries, shared * inner), bias=entries.flag("mlp_bias"))
+        if shared
+        else None,
     )
 
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """V2, or V3 where experts are scored by sigmoids. Newer files have keys of their own for the sizes of heads before
-    they are absorbed. Of both magnitudes of YaRN one is stored, times 0.1, which stands for both. Without a number of
-    groups there is one."""
+    """V2, or V3 where experts are scored by sigmoids. Newer files have keys of their own for the sizes of
+    heads before they are absorbed. Of both magnitudes of YaRN one is stored, times 0.1, which stands for
+    both. Without a number of groups there is one."""
     scores = scores_from_gguf(metadata, 1)
     rope, log = dict(entries["rope_parameters"]), metadata.get("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] == "yarn" and log:
@@ -117,7 +124,11 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
         **found,
         "architectures": ["DeepseekV3ForCausalLM" if scores == "sigmoid" else "DeepseekV2ForCausalLM"],
         "scoring_func": scores,
-        "topk_method": "noaux_tc" if scores == "sigmoid" else "greedy" if found["n_group"] == 1 else _IN_GROUPS,
+        "topk_method": "noaux_tc"
+        if scores == "sigmoid"
+        else "greedy"
+        if found["n_group"] == 1
+        else _IN_GROUPS,
         "head_dim": None,
         "partial_rotary_factor": None,
         "num_key_value_heads": None,

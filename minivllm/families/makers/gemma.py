@@ -1,5 +1,5 @@
-"""Gemma 2 and Gemma 3: norms before and after both sublayers, scaled embeddings, windows that alternate with full
-attention; Gemma 2 caps scores and logits, Gemma 3 rotates by two tables.
+"""Gemma 2 and Gemma 3: norms before and after both sublayers, scaled embeddings, windows that alternate with
+full attention; Gemma 2 caps scores and logits, Gemma 3 rotates by two tables.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ def _types(entries: Entries) -> list[str]:
     """Every so many layers one attends to everything."""
     pattern = entries.whole("sliding_window_pattern", 1, MAX_LAYERS)
     layers = range(entries.num_layers)
-    return entries.layer_types() or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
+    return entries.layer_types() or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers
+    ]
 
 
 def _windows(entries: Entries) -> Sequence[int | None]:
-    return entries.windows_by_type(_types(entries), entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
+    return entries.windows_by_type(
+        _types(entries), entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+    )
 
 
 def _two_tables(entries: Entries, head_dim: int) -> tuple[RotaryConfig, ...]:
@@ -68,7 +72,8 @@ def _describe(layers: Callable[[Entries], Description], entries: Entries) -> Des
 
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any], *, largest: int) -> dict[str, Any]:
-    """largest: layers of the one published model whose scale is that of heads of hidden_size / heads elements."""
+    """largest: layers of the one published model whose scale is that of heads of hidden_size / heads
+    elements."""
     scalar = entries["head_dim"]
     if entries["num_hidden_layers"] == largest:
         scalar = entries["hidden_size"] / entries["num_attention_heads"]
@@ -78,7 +83,9 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any], *, large
 
 def _gemma3_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """What stretches the context stretches it in layers of full attention only."""
-    local = {"rope_local_base_freq": metadata["rope.freq_base_swa"]} if "rope.freq_base_swa" in metadata else {}
+    local = (
+        {"rope_local_base_freq": metadata["rope.freq_base_swa"]} if "rope.freq_base_swa" in metadata else {}
+    )
     rope = {"rope_scaling": entries["rope_parameters"], "rope_parameters": None}
     return {**_from_gguf(metadata, entries, largest=62), **rope, **local}
 

@@ -1,4 +1,5 @@
-"""GLM-4: norms before and after both sublayers; GLM-4.5: sigmoid routing, a shared MLP, and dense layers first."""
+"""GLM-4: norms before and after both sublayers;
+GLM-4.5: sigmoid routing, a shared MLP, and dense layers first."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from minivllm.specs.decoder import DecoderConfig
 
 
 def pairs_to_halves(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
-    """Rows of q and k in another order: pairs of elements 2i and 2i + 1, which GLM-4 rotates, become i and i + half.
+    """Rows of q and k in another order:
+    pairs of elements 2i and 2i + 1, which GLM-4 rotates, become i and i + half.
 
     The same order in q and k leaves every score as it is.
     """

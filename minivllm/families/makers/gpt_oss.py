@@ -1,4 +1,5 @@
-"""gpt-oss: attention sinks, biased experts with a clamped activation, a biased router, windows in half the layers."""
+"""gpt-oss: attention sinks, biased experts with a clamped activation, a biased router,
+windows in half the layers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _describe_gpt_oss(entries: Entries) -> Description:
     )
 
     def with_sinks(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, mixer=replace(layer.attention, attend=layer.attention.attend._replace(has_sinks=True)))
+        return replace(
+            layer, mixer=replace(layer.attention, attend=layer.attention.attend._replace(has_sinks=True))
+        )
 
     return replace(described, layers=tuple(map(with_sinks, described.layers)))
 
@@ -55,7 +58,10 @@ def _with_yarn(entries: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """Its YaRN ramps between frequencies that are not rounded, which a GGUF file cannot say."""
-    return {**experts_from_gguf(metadata), "rope_parameters": {**entries["rope_parameters"], "truncate": False}}
+    return {
+        **experts_from_gguf(metadata),
+        "rope_parameters": {**entries["rope_parameters"], "truncate": False},
+    }
 
 
 FAMILIES = (

@@ -1,4 +1,5 @@
-"""Granite: Llama with four multipliers; Granite 4 H: Mamba2 layers, a few layers of attention, and a shared MLP."""
+"""Granite: Llama with four multipliers;
+Granite 4 H: Mamba2 layers, a few layers of attention, and a shared MLP."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ def _describe_granite(entries: Entries) -> Description:
 
 
 def folded(entries: Entries, described: Description) -> Description:
-    """The same with the multipliers. Every sublayer adds m times its output. Divide the whole residual stream by m
-    instead: norms divide by its length, so nothing can tell the difference but their epsilon, which is compared with a
-    square, and the embeddings.
+    """The same with the multipliers. Every sublayer adds m times its output. Divide the whole residual stream
+    by m instead: norms divide by its length, so nothing can tell the difference but their epsilon, which is
+    compared with a square, and the embeddings.
     """
     residual = entries.number("residual_multiplier")
     described = described.attending(scale=entries.number("attention_multiplier"))
@@ -94,16 +95,24 @@ _attention = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", 
 def _mamba2(entries: Entries) -> Mamba2Spec:
     heads, groups = (entries.whole(f"mamba_n_{part}", 1, MAX_HEADS) for part in ("heads", "groups"))
     inner = entries.whole("mamba_expand", 1, 64) * entries.whole("hidden_size", 1, MAX_WIDTH)
-    head_dim = inner // heads if entries.get("mamba_d_head") == "auto" else entries.whole("mamba_d_head", 1, MAX_WIDTH)
+    head_dim = (
+        inner // heads
+        if entries.get("mamba_d_head") == "auto"
+        else entries.whole("mamba_d_head", 1, MAX_WIDTH)
+    )
     if heads * head_dim != inner:
         raise entries.refuse("mamba_n_heads", heads, f"times mamba_d_head {head_dim} must be {inner}")
     if heads % groups:
         raise entries.refuse("mamba_n_groups", groups, f"must divide mamba_n_heads {heads}")
     if entries.activation("hidden_act") != "silu":
-        raise entries.refuse("hidden_act", entries.get("hidden_act"), "must be silu, which the gates here are made of")
+        raise entries.refuse(
+            "hidden_act", entries.get("hidden_act"), "must be silu, which the gates here are made of"
+        )
     limits = entries.get("time_step_limit")
     if limits not in _NO_LIMITS:
-        raise entries.refuse("time_step_limit", limits, "must be [0, Infinity]: steps of the state are not clamped")
+        raise entries.refuse(
+            "time_step_limit", limits, "must be [0, Infinity]: steps of the state are not clamped"
+        )
     return Mamba2Spec(
         heads=heads,
         head_dim=head_dim,
@@ -159,7 +168,9 @@ def _hybrid_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -
         "layer_types": layer_kinds(metadata, "mamba"),
         "num_local_experts": metadata.get("expert_count", 0),
         "num_experts_per_tok": metadata.get("expert_used_count"),
-        "shared_intermediate_size": metadata.get("expert_shared_feed_forward_length", entries.get("intermediate_size")),
+        "shared_intermediate_size": metadata.get(
+            "expert_shared_feed_forward_length", entries.get("intermediate_size")
+        ),
         "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
         "mamba_n_heads": metadata.get("ssm.time_step_rank"),
         "mamba_d_head": head_dim(metadata),

@@ -16,7 +16,9 @@ from minivllm.specs.layers import LayerSpec, ShortConvSpec
 def _describe(entries: Entries) -> Description:
     types = entries.layer_types(("full_attention", "conv")) or ["full_attention"] * entries.num_layers
     if "full_attention" not in types:
-        raise entries.refuse("layer_types", types, "must hold full_attention: states lie beside keys and values")
+        raise entries.refuse(
+            "layer_types", types, "must hold full_attention: states lie beside keys and values"
+        )
     conv = ShortConvSpec(
         channels=entries.whole("hidden_size", 1, MAX_WIDTH),
         taps=entries.whole("conv_L_cache", 2, MAX_TAPS),
@@ -31,8 +33,8 @@ def _describe(entries: Entries) -> Description:
 
 
 def _rewrite_config(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Entries that have names of their own, layers of attention given by their indices, and the width of the MLP, which
-    the first checkpoints give before it is cut to two thirds and rounded up."""
+    """Entries that have names of their own, layers of attention given by their indices, and the width of the
+    MLP, which the first checkpoints give before it is cut to two thirds and rounded up."""
     entries = dict(entries)
     for own, name in (("block_ff_dim", "intermediate_size"), ("tie_embedding", "tie_word_embeddings")):
         if own in entries:
@@ -41,7 +43,9 @@ def _rewrite_config(entries: Mapping[str, Any]) -> Mapping[str, Any]:
         entries["rms_norm_eps"] = entries["norm_eps"]
     attending, layers = entries.get("full_attn_idxs"), entries.get("num_hidden_layers", 32)
     if entries.get("layer_types") is None and isinstance(attending, list) and isinstance(layers, int):
-        entries["layer_types"] = ["full_attention" if index in attending else "conv" for index in range(layers)]
+        entries["layer_types"] = [
+            "full_attention" if index in attending else "conv" for index in range(layers)
+        ]
     if entries.get("block_auto_adjust_ff_dim", True):
         given = Entries(entries, _MLP_DEFAULTS, "config.json")
         width = int(2 * given.whole("intermediate_size", 1, MAX_WIDTH) / 3)

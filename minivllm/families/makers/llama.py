@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def _mistral_windows(entries: Entries) -> Sequence[int | None]:
-    """In every layer, or as ``layer_types`` says: transformers takes a Mistral with that entry for a Ministral."""
+    """In every layer, or as ``layer_types`` says:
+    transformers takes a Mistral with that entry for a Ministral."""
     types = entries.layer_types()
     if types is None:
         return window_in_every_layer(entries)
@@ -37,7 +38,9 @@ def _mistral_windows(entries: Entries) -> Sequence[int | None]:
 
 def _ministral3_windows(entries: Entries) -> Sequence[int | None]:
     if entries.entries.get("layer_types") is not None:
-        logger.warning("%s: layer_types is not used by this family; sliding_window is that of all.", entries.source)
+        logger.warning(
+            "%s: layer_types is not used by this family; sliding_window is that of all.", entries.source
+        )
     return window_in_every_layer(entries)
 
 
@@ -49,7 +52,9 @@ def _ministral3(entries: Entries) -> Description:
     beta = rope.optional_number("llama_4_scaling_beta")
     if beta is None:
         return plain
-    scaling = PositionScaling(beta=beta, interval=rope.whole("original_max_position_embeddings", 1, MAX_POSITIONS))
+    scaling = PositionScaling(
+        beta=beta, interval=rope.whole("original_max_position_embeddings", 1, MAX_POSITIONS)
+    )
 
     def scaled(layer: LayerSpec) -> LayerSpec:
         return replace(layer, mixer=replace(layer.attention, query_scaling=scaling))
@@ -74,7 +79,8 @@ def _ministral3_rotary(entries: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ministral3_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Also Mistral Small 3.1 and later, whose queries do not grow. One of both magnitudes of YaRN is always 1."""
+    """Also Mistral Small 3.1 and later, whose queries do not grow.
+    One of both magnitudes of YaRN is always 1."""
     rope, log = dict(entries["rope_parameters"]), metadata.get("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] == "yarn" and log:
         rope.update({"mscale": 1.0, "mscale_all_dim": log})
@@ -96,7 +102,9 @@ def _smollm3_tables(entries: Entries) -> Sequence[int | None]:
         interval = entries.whole("no_rope_layer_interval", 1, MAX_LAYERS)
         return tuple(0 if (layer + 1) % interval else None for layer in range(num_layers))
     if not isinstance(listed, list) or len(listed) < num_layers or not all(flag in (0, 1) for flag in listed):
-        raise entries.refuse("no_rope_layers", listed, f"must list 0 or 1 for each of the {num_layers} layers")
+        raise entries.refuse(
+            "no_rope_layers", listed, f"must list 0 or 1 for each of the {num_layers} layers"
+        )
     return tuple(0 if flag else None for flag in listed[:num_layers])
 
 
@@ -158,20 +166,23 @@ _LLAMA = Family(
 
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that sees images with the weights of a Llama. The tie of its head stands
-    outside."""
+    """The language model of a checkpoint that sees images with the weights of a Llama.
+    The tie of its head stands outside."""
     text = text_part(entries)
     kind = text.get("model_type", "llama")
     if kind != "llama":
         raise ModelError(
-            f"text_config.model_type is {kind!r}, but minivllm's own layers serve {entries.get('model_type')} with a "
+            f"text_config.model_type is {kind!r}, but minivllm's own layers serve "
+            f"{entries.get('model_type')} with a "
             "language model of type 'llama' only."
         )
     tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
     return {**text, **tied}
 
 
-def _seeing(architecture: str, model_type: str, prefixes: Mapping[str, str], image_parts: tuple[str, ...]) -> Family:
+def _seeing(
+    architecture: str, model_type: str, prefixes: Mapping[str, str], image_parts: tuple[str, ...]
+) -> Family:
     return replace(
         _LLAMA,
         architecture=architecture,

@@ -1,5 +1,5 @@
-"""OLMo 2 and OLMo 3: norms behind the sublayers instead of before them, and one over all heads of q and of k; OLMo 3
-adds windows.
+"""OLMo 2 and OLMo 3: norms behind the sublayers instead of before them,
+and one over all heads of q and of k; OLMo 3 adds windows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from minivllm.families.family import Family, defaults
 from minivllm.families.rotary import read_rotary_by_type
 from minivllm.specs.attention import RotaryConfig
 
-_olmo2 = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole width", norms="after")
+_olmo2 = partial(
+    dense, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole width", norms="after"
+)
 
 
 def _types(entries: Entries) -> list[str]:
@@ -23,7 +25,9 @@ def _types(entries: Entries) -> list[str]:
 
 
 def _windows(entries: Entries) -> Sequence[int | None]:
-    return entries.windows_by_type(_types(entries), entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
+    return entries.windows_by_type(
+        _types(entries), entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+    )
 
 
 def _two_tables(entries: Entries, head_dim: int) -> tuple[RotaryConfig, ...]:
@@ -43,7 +47,10 @@ _DEFAULTS = defaults(
     rms_norm_eps=1e-5,
     eos_token_id=50279,
 )
-_RENAMED = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+_RENAMED = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 
 FAMILIES = (
     Family(
@@ -62,7 +69,10 @@ FAMILIES = (
         defaults={**_DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096},
         describe=partial(_olmo2, windows=_windows, rotary=_two_tables, tables=_table_by_type),
         has_windows=True,
-        from_gguf=lambda metadata, entries: {"rope_scaling": entries["rope_parameters"], "rope_parameters": None},
+        from_gguf=lambda metadata, entries: {
+            "rope_scaling": entries["rope_parameters"],
+            "rope_parameters": None,
+        },
         renamed=_RENAMED,
     ),
 )

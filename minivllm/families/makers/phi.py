@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: q, k and v in one matrix, gate and up in another; rotary embedding of a part of each head, and
-LongRoPE.
+"""Phi-3 and Phi-4: q, k and v in one matrix, gate and up in another;
+rotary embedding of a part of each head, and LongRoPE.
 """
 
 from __future__ import annotations

@@ -9,7 +9,15 @@ from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.families.dense import Description, dense
-from minivllm.families.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_TAPS, MAX_WIDTH, Entries
+from minivllm.families.entries import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_TAPS,
+    MAX_WIDTH,
+    Entries,
+)
 from minivllm.families.experts import (
     experts_from_gguf,
     experts_of,
@@ -26,9 +34,14 @@ from minivllm.specs.layers import GatedDeltaSpec, LayerSpec, MoeSpec, SelfAttent
 
 
 def _windows(entries: Entries) -> Sequence[int | None]:
-    """From layer ``max_window_layers`` on, or as ``layer_types`` says; none at all unless they are switched on."""
+    """From layer ``max_window_layers`` on, or as ``layer_types`` says;
+    none at all unless they are switched on."""
     num_layers = entries.num_layers
-    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS) if entries.flag("use_sliding_window") else None
+    window = (
+        entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+        if entries.flag("use_sliding_window")
+        else None
+    )
     types = entries.layer_types()
     if types is not None:
         return entries.windows_by_type(types, window)
@@ -98,8 +111,13 @@ def _qwen2_moe(entries: Entries) -> Description:
 
 
 def _qwen2_moe_windows(entries: Entries) -> Sequence[int | None]:
-    """In every other layer below ``max_window_layers``, or as listed; none at all unless they are switched on."""
-    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS) if entries.flag("use_sliding_window") else None
+    """In every other layer below ``max_window_layers``, or as listed;
+    none at all unless they are switched on."""
+    window = (
+        entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+        if entries.flag("use_sliding_window")
+        else None
+    )
     types, last = entries.layer_types(), entries.whole("max_window_layers", 0, 2**31)
     if types is not None:
         return entries.windows_by_type(types, window)
@@ -203,7 +221,9 @@ def _gated_delta(entries: Entries) -> GatedDeltaSpec:
     if heads % key_heads:
         raise entries.refuse("linear_num_key_heads", key_heads, f"must divide linear_num_value_heads {heads}")
     if entries.activation("hidden_act") != "silu":
-        raise entries.refuse("hidden_act", entries.get("hidden_act"), "must be silu, which the gates here are made of")
+        raise entries.refuse(
+            "hidden_act", entries.get("hidden_act"), "must be silu, which the gates here are made of"
+        )
     return GatedDeltaSpec(
         key_heads=key_heads,
         key_dim=entries.whole("linear_key_head_dim", 1, MAX_HEAD_DIM),
@@ -214,7 +234,11 @@ def _gated_delta(entries: Entries) -> GatedDeltaSpec:
     )
 
 
-_NEXT_ATTENTION: Mapping[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "qk_norm": "per head"}
+_NEXT_ATTENTION: Mapping[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": "per head",
+}
 
 
 def _next_describe(entries: Entries) -> Description:
@@ -224,7 +248,9 @@ def _next_describe(entries: Entries) -> Description:
         described = dense(entries, **_NEXT_ATTENTION)
     types = _next_types(entries)
     if "full_attention" not in types:
-        raise entries.refuse("layer_types", types, "must hold full_attention: states lie beside keys and values")
+        raise entries.refuse(
+            "layer_types", types, "must hold full_attention: states lie beside keys and values"
+        )
     gated_delta = _gated_delta(entries) if "linear_attention" in types else None
 
     def mixed(layer: LayerSpec, kind: str) -> LayerSpec:
@@ -238,7 +264,8 @@ def _next_describe(entries: Entries) -> Description:
 
 
 def _next_by_head(family: Family, config: DecoderConfig) -> Family:
-    """Queries and gates of a head lie together, and in Qwen3-Next all that belongs to a key of the gated delta net."""
+    """Queries and gates of a head lie together,
+    and in Qwen3-Next all that belongs to a key of the gated delta net."""
     groups = {}
     for layer in config.layers:
         if isinstance(layer.mixer, SelfAttentionSpec):

@@ -13,13 +13,15 @@ from minivllm.families.makers import deepseek, gemma, glm, gpt_oss, granite, lfm
 from minivllm.plugins.plugin import Plugins
 
 _MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, gpt_oss, deepseek, lfm2)
-PLUGINS = Plugins("family", {family.architecture: family for module in _MODULES for family in module.FAMILIES})
+PLUGINS = Plugins(
+    "family", {family.architecture: family for module in _MODULES for family in module.FAMILIES}
+)
 FAMILIES: Mapping[str, Family] = PLUGINS.known
 
 
 def register_family(family: Family) -> None:
-    """Add a row to the table from outside, before a model of the family is loaded: config.json finds it by its
-    architecture, which is an identifier. Tutorial 14 adds one.
+    """Add a row to the table from outside, before a model of the family is loaded: config.json finds it by
+    its architecture, which is an identifier. Tutorial 14 adds one.
 
     The same architecture again replaces what was registered. Raises ConfigError for one of this table.
     """
@@ -29,8 +31,8 @@ def register_family(family: Family) -> None:
 
 
 def load_family(name: str) -> Family:
-    """The row that the engine argument ``family`` names: an architecture, or "package.module:FAMILY", which is
-    registered. Raises ConfigError."""
+    """The row that the engine argument ``family`` names:
+    an architecture, or "package.module:FAMILY", which is registered. Raises ConfigError."""
     family = PLUGINS.load(name)
     if FAMILIES.get(getattr(family, "architecture", "")) is not family:
         register_family(family)

@@ -1,4 +1,5 @@
-"""The vocabulary of a GGUF file as a tokenizer: how text is split, which pairs merge, which tokens are special.
+"""The vocabulary of a GGUF file as a tokenizer:
+how text is split, which pairs merge, which tokens are special.
 
 May import: gguf.
 Door: `build_vocabulary` in build.py.

@@ -1,7 +1,7 @@
 """Build the tokenizer that a GGUF file's vocabulary describes.
 
-Two kinds exist: pairs that ``tokenizer.ggml.merges`` lists are merged, within the pieces that ``tokenizer.ggml.pre``
-names; or pairs whose union has a score are merged, as SentencePiece does.
+Two kinds exist: pairs that ``tokenizer.ggml.merges`` lists are merged, within the pieces that
+``tokenizer.ggml.pre`` names; or pairs whose union has a score are merged, as SentencePiece does.
 """
 
 import logging
@@ -38,7 +38,8 @@ class BuiltVocabulary:
 
 
 def build_vocabulary(path: Path) -> BuiltVocabulary:
-    """The tokenizer, special tokens and chat template of a GGUF file; ModelError when they are missing or unknown."""
+    """The tokenizer, special tokens and chat template of a GGUF file;
+    ModelError when they are missing or unknown."""
     with GGUFFile(path) as file:
         metadata = file.metadata
     model = metadata.get("tokenizer.ggml.model")
@@ -48,10 +49,13 @@ def build_vocabulary(path: Path) -> BuiltVocabulary:
         "llama": _merged_by_score,
     }
     if not isinstance(model, str) or model not in builders:
-        raise ModelError(f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}.")
+        raise ModelError(
+            f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}."
+        )
     if model == "gpt2" and "tokenizer.ggml.pre" not in metadata:
         logger.warning(
-            "%s names no rule by which text is split (tokenizer.ggml.pre): 'default' is used, and the model may have "
+            "%s names no rule by which text is split (tokenizer.ggml.pre): 'default' is used, and the model "
+            "may have "
             "been taught another one. Convert it anew.",
             path,
         )
@@ -99,7 +103,9 @@ class _Vocabulary:
             space = line.find(" ", 1)
             left, right = line[:space], line[space + 1 :]
             if space < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise ModelError(f"{self.path}: the merge {line!r} uses a token that is not in the vocabulary.")
+                raise ModelError(
+                    f"{self.path}: the merge {line!r} uses a token that is not in the vocabulary."
+                )
             pairs.append((left, right))
         if not pairs and self._rule_name() != "kimi-k2":  # whose tokens are found as a whole or byte by byte
             raise ModelError(f"{self.path} holds no merges (tokenizer.ggml.merges).")
@@ -108,16 +114,21 @@ class _Vocabulary:
     def scores(self) -> list[float]:
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
-            raise ModelError(f"{self.path}: tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length.")
+            raise ModelError(
+                f"{self.path}: tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length."
+            )
         return scores
 
     def token(self, name: str) -> str | None:
-        """The token that ``tokenizer.ggml.<name>`` names; None, with a warning, for an id outside the vocabulary."""
+        """The token that ``tokenizer.ggml.<name>`` names;
+        None, with a warning, for an id outside the vocabulary."""
         index = self.metadata.get(f"tokenizer.ggml.{name}")
         if index is None:
             return None
         if not isinstance(index, int):
-            raise ModelError(f"{self.path}: tokenizer.ggml.{name} is {index!r}, but must be the id of a token.")
+            raise ModelError(
+                f"{self.path}: tokenizer.ggml.{name} is {index!r}, but must be the id of a token."
+            )
         if 0 <= index < len(self.tokens):
             return self.tokens[index]
         logger.warning(
@@ -157,7 +168,9 @@ def _merged_by_rank(vocabulary: _Vocabulary) -> Tokenizer:
             byte_fallback=not rule.is_byte_level,
         )
     )
-    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns
+    ]
     if rule.is_byte_level:
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         backend.decoder = decoders.ByteLevel()
@@ -175,12 +188,16 @@ def _merged_by_rank(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _decoder_of_visible_spaces(*further: Any) -> Any:
-    return decoders.Sequence([decoders.Replace(WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *further])
+    return decoders.Sequence(
+        [decoders.Replace(WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *further]
+    )
 
 
 def _merged_by_score(vocabulary: _Vocabulary) -> Tokenizer:
     add_prefix = vocabulary.flag("add_space_prefix", True)
-    unknown = next((token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None)
+    unknown = next(
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None
+    )
     backend = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
@@ -191,7 +208,9 @@ def _merged_by_score(vocabulary: _Vocabulary) -> Tokenizer:
         )
     )
     spaces = normalizers.Replace(" ", WORD_BOUNDARY)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_BOUNDARY), spaces]) if add_prefix else spaces
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(WORD_BOUNDARY), spaces]) if add_prefix else spaces
+    )
     strip = [decoders.Strip(content=" ", left=1)] if add_prefix else []
     backend.decoder = _decoder_of_visible_spaces(*strip)
     return backend
@@ -218,8 +237,8 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: list[float])
 
 
 def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, named: Iterable[str]) -> None:
-    """Control tokens, and those with a role of their own, are matched whole and hidden when decoding; user-defined ones
-    are matched whole and shown."""
+    """Control tokens, and those with a role of their own, are matched whole and hidden when decoding;
+    user-defined ones are matched whole and shown."""
 
     def added(wanted: int, special: bool) -> list[AddedToken]:
         return [

@@ -1,8 +1,10 @@
-r"""The names of ``tokenizer.ggml.pre``: how each splits text before pairs are merged, and what else it implies.
+r"""The names of ``tokenizer.ggml.pre``:
+how each splits text before pairs are merged, and what else it implies.
 
-A GGUF file names its rule only, so the rules are llama.cpp's: its letters, digits and quirks decide the token ids. The
-patterns are regular expressions of Oniguruma. Rules that differ from a model's tokenizer.json follow llama.cpp; NFC is
-the exception: llama.cpp leaves out what Qwen's tokenizers do to letters with combining marks.
+A GGUF file names its rule only, so the rules are llama.cpp's: its letters, digits and quirks decide the token
+ids. The patterns are regular expressions of Oniguruma. Rules that differ from a model's tokenizer.json follow
+llama.cpp; NFC is the exception: llama.cpp leaves out what Qwen's tokenizers do to letters with combining
+marks.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ _THREE_DIGITS = r"\p{N}{1,3}"
 _THREE_FROM_THE_RIGHT = r"(?<=\p{N})(?=(?:\p{N}{3})*(?!\p{N}))"
 _LINES = r"[^\n]+|\n+"
 
-_HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+_HAN = (
+    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}"
+    r"\x{2F800}-\x{2FA1F}"
+)
 _HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 _EAST_ASIAN = (
     r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
@@ -55,16 +60,22 @@ _QWEN35 = (
 )
 _JAIS2 = (
     rf"{_SHORT_FORMS}|{_LETTERS}|{_THREE_DIGITS}|{_SYMBOLS}[\r\n]*|\s*[\r\n]+|"
-    + "".join(rf"\s{{{length}}}(?!\S)|" for length in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+    + "".join(
+        rf"\s{{{length}}}(?!\S)|" for length in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+    )
     + r"\s"
 )
 _OPTIONAL_SHORT_FORMS = rf"{_SHORT_FORMS}?"
 _SYMBOLS_AND_SLASHES = rf"{_SYMBOLS}[\r\n/]*|{_LINES_AND_BLANKS}"
 _TEKKEN = f"{_by_case(_LETTER)}|{_DIGIT}|{_SYMBOLS_AND_SLASHES}"
 _GPT4O = f"{_by_case(_LETTER, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
-_GRANITE_EMBEDDING = f"{_by_case(_LETTER_OR_MARK, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
+_GRANITE_EMBEDDING = (
+    f"{_by_case(_LETTER_OR_MARK, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
+)
 _MARKED_LETTERS = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_OPTIONAL_SHORT_FORMS}"
-_KIMI = rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_OPTIONAL_SHORT_FORMS}|{_THREE_DIGITS}|{_REST}"
+_KIMI = (
+    rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_OPTIONAL_SHORT_FORMS}|{_THREE_DIGITS}|{_REST}"
+)
 _DEEPSEEK3_WORDS = rf"{_ASCII_SYMBOLS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
 _DEEPSEEK3 = rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_BLANKS}"
 
@@ -73,10 +84,11 @@ _DEEPSEEK3 = rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_BLANKS
 class SplitRule:
     """How the text of one vocabulary becomes pieces within which pairs are merged.
 
-    patterns: each splits the pieces of the pattern before; a match is a piece, and so is the text between matches.
-    ignores_merges: a piece that is a token as a whole stays whole. adds_bos: the beginning-of-text token is added
-    unless the file says otherwise. composes: text is first brought into Unicode's form NFC. is_byte_level: tokens are
-    spelt in GPT-2's alphabet of bytes; otherwise in text whose spaces are visible (``▁``).
+    patterns: each splits the pieces of the pattern before; a match is a piece, and so is the text between
+    matches. ignores_merges: a piece that is a token as a whole stays whole. adds_bos: the beginning-of-text
+    token is added unless the file says otherwise. composes: text is first brought into Unicode's form NFC.
+    is_byte_level: tokens are spelt in GPT-2's alphabet of bytes; otherwise in text whose spaces are visible
+    (``▁``).
     joins_line_ends: a run of line ends is the token of that run, which no merge makes.
     """
 
@@ -92,7 +104,8 @@ SPLIT_RULES: dict[str, SplitRule] = {
     name: rule
     for names, rule in {
         "default": SplitRule((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum modern-bert exaone4 roberta-bpe "
+        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum modern-bert exaone4 "
+        "roberta-bpe "
         "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code": SplitRule((_GPT2,)),
         "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": SplitRule((_DIGIT, _GPT2)),
         "falcon": SplitRule((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
@@ -102,7 +115,9 @@ SPLIT_RULES: dict[str, SplitRule] = {
         "dbrx smaug-bpe chatglm-bpe": SplitRule((_LLAMA3,)),
         "glm4 glm5": SplitRule((_LLAMA3,), ignores_merges=True),
         "jais-2": SplitRule((_JAIS2,)),
-        "minicpm5": SplitRule((_THREE_DIGITS, rf"{_SHORT_FORMS}|{_LETTERS}|\p{{N}}+|{_REST}"), ignores_merges=True),
+        "minicpm5": SplitRule(
+            (_THREE_DIGITS, rf"{_SHORT_FORMS}|{_LETTERS}|\p{{N}}+|{_REST}"), ignores_merges=True
+        ),
         "qwen2": SplitRule((_QWEN2,), composes=True),
         "qwen35": SplitRule((_QWEN35,), composes=True),
         "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": SplitRule((_QWEN2,)),
@@ -132,7 +147,8 @@ SPLIT_RULES: dict[str, SplitRule] = {
         "youtu": SplitRule(
             (
                 r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}"
-                r"\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|" + _HAN_AND_KANA,
+                r"\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|"
+                + _HAN_AND_KANA,
                 rf"{_MARKED_LETTERS}|{_DIGIT}|{_SYMBOLS_AND_SLASHES}",
             ),
             ignores_merges=True,

@@ -1,8 +1,10 @@
-"""How texts go on: an exact index of the tokens that follow a known beginning, and of the blocks that hold them.
+"""How texts go on: an exact index of the tokens that follow a known beginning,
+and of the blocks that hold them.
 
-Hashes find whole blocks. Inside the block in which two texts part, the tokens themselves are compared: no token is lost
-to the size of blocks, and nothing can collide. That block is copied when the later request is admitted, and the copy
-goes on with another text. (PagedAttention's copy-on-write, at admission instead of at the first write.)
+Hashes find whole blocks. Inside the block in which two texts part, the tokens themselves are compared: no
+token is lost to the size of blocks, and nothing can collide. That block is copied when the later request is
+admitted, and the copy goes on with another text. (PagedAttention's copy-on-write, at admission instead of at
+the first write.)
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ MAX_COMPARED = 8
 class Piece:
     """The tokens in one block.
 
-    tokens int32 [1 … block_size]: from the block's first place on. num_usable: so many of them are computed by earlier
-    steps than the one that is being planned, so a copy may read them.
+    tokens int32 [1 … block_size]: from the block's first place on. num_usable: so many of them are computed
+    by earlier steps than the one that is being planned, so a copy may read them.
     """
 
     __slots__ = ("num_usable", "tokens")
@@ -34,10 +36,11 @@ class Piece:
 class Continuations:
     """Pieces of one pool, by the name of the block before them.
 
-    A *tail* is a block that is not full. Tails are most_tails at most, so that they do not push whole blocks out of the
-    prefix cache, and each is among the pieces that are compared. Full blocks keep their piece until they are reused: an
-    older one is not compared, but tells people what is cached. Methods that return block ids name the blocks that have
-    lost their piece, since newer ones took their places or hold the same tokens.
+    A *tail* is a block that is not full. Tails are most_tails at most, so that they do not push whole blocks
+    out of the prefix cache, and each is among the pieces that are compared. Full blocks keep their piece
+    until they are reused: an older one is not compared, but tells people what is cached. Methods that return
+    block ids name the blocks that have lost their piece, since newer ones took their places or hold the same
+    tokens.
 
     min_tokens: a shorter common beginning is not worth a copy.
     """
@@ -63,8 +66,8 @@ class Continuations:
         return bool(self._planned)
 
     def is_planned(self, block_id: int) -> bool:
-        """Whether the step that is being planned computes tokens of this block: others may read them in the same step,
-        but a copy would come too early."""
+        """Whether the step that is being planned computes tokens of this block: others may read them in the
+        same step, but a copy would come too early."""
         return block_id in self._planned
 
     def put(
@@ -72,8 +75,9 @@ class Continuations:
     ) -> list[int]:
         """A block holds these tokens, or the block that had a piece holds more.
 
-        parent: name of the block before it. is_planned: the step that is being planned computes them, so they count
-        from ``settle`` on. A block that adds nothing to another one gets no piece, nor one with too few tokens.
+        parent: name of the block before it. is_planned: the step that is being planned computes them, so they
+        count from ``settle`` on. A block that adds nothing to another one gets no piece, nor one with too few
+        tokens.
         """
         if is_planned:
             self._planned[block_id] = None
@@ -127,9 +131,11 @@ class Continuations:
             self.forget(other)
         return lost
 
-    def best(self, parent: bytes, token_ids: Sequence[int], *, with_planned: bool = False) -> tuple[int, int] | None:
-        """The block after ``parent`` that begins like these tokens for longest: (its id, tokens in common); None below
-        min_tokens. with_planned: as if the planned step had been sent."""
+    def best(
+        self, parent: bytes, token_ids: Sequence[int], *, with_planned: bool = False
+    ) -> tuple[int, int] | None:
+        """The block after ``parent`` that begins like these tokens for longest: (its id, tokens in common);
+        None below min_tokens. with_planned: as if the planned step had been sent."""
         pieces = self._pieces.get(parent)
         if pieces is None or len(token_ids) < self.min_tokens:
             return None
@@ -177,7 +183,8 @@ class Continuations:
         self._planned.clear()
 
     def usable(self) -> list[tuple[bytes, int, list[int]]]:
-        """(parent, block id, tokens) of all pieces, as far as a copy may read them. For tests and for people."""
+        """(parent, block id, tokens) of all pieces, as far as a copy may read them.
+        For tests and for people."""
         return [
             (parent, block_id, piece.tokens[: piece.num_usable].tolist())
             for parent, pieces in self._pieces.items()
@@ -189,9 +196,14 @@ class Continuations:
         return list(islice(reversed(self._pieces), at_most))
 
     def after(self, parent: bytes) -> list[tuple[int, list[int]]]:
-        """(block id, tokens) of the pieces that follow a name, as far as a copy may read them; those that have some."""
+        """(block id, tokens) of the pieces that follow a name, as far as a copy may read them;
+        those that have some."""
         pieces = self._pieces.get(parent, {})
-        return [(one, piece.tokens[: piece.num_usable].tolist()) for one, piece in pieces.items() if piece.num_usable]
+        return [
+            (one, piece.tokens[: piece.num_usable].tolist())
+            for one, piece in pieces.items()
+            if piece.num_usable
+        ]
 
     def contradiction(self) -> str:
         """What is wrong with the index between steps; empty if nothing is."""
@@ -199,10 +211,16 @@ class Continuations:
         if listed != self._parents or not self._tails.keys() <= listed.keys():
             return "The index of continuations disagrees with itself."
         if len(self._tails) > self.most_tails:
-            return f"The index of continuations keeps {len(self._tails)} tails, but {self.most_tails} are the most."
+            return (
+                f"The index of continuations keeps {len(self._tails)} tails, but {self.most_tails} are the "
+                "most."
+            )
         compared = {block_id for pieces in self._pieces.values() for block_id, _ in _newest(pieces)}
         if not self._tails.keys() <= compared or not all(self._pieces.values()):
-            return "The index of continuations keeps a tail that it never compares, or a beginning without a piece."
+            return (
+                "The index of continuations keeps a tail that it never compares, or a beginning without a "
+                "piece."
+            )
         return ""
 
 

@@ -23,7 +23,9 @@ class KVCacheBlock:
         self.next: KVCacheBlock | None = None
 
     def __repr__(self) -> str:
-        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
+        return (
+            f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
+        )
 
 
 class FreeBlockQueue:

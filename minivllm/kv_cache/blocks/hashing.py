@@ -1,7 +1,8 @@
 """Names for block contents: SHA-256 chained over the whole prefix.
 
-The key and value vectors in a block depend on every token before it, so a block's hash covers its parent's hash. It is
-a cryptographic hash because a collision would hand the keys and values of one user's text to another user.
+The key and value vectors in a block depend on every token before it, so a block's hash covers its parent's
+hash. It is a cryptographic hash because a collision would hand the keys and values of one user's text to
+another user.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import lru_cache
 from minivllm.request import Request
 
 Extra = bytes | str | int
-"""What besides tokens decides a block's contents: a cache salt, a LoRA identity, an image hash and its offset."""
+"""What besides tokens decides a block's contents:
+a cache salt, a LoRA identity, an image hash and its offset."""
 
 _TAGS = {bytes: b"b", str: b"s", int: b"i"}
 
@@ -22,9 +24,10 @@ _TAGS = {bytes: b"b", str: b"s", int: b"i"}
 def hash_block(parent: bytes, token_ids: Sequence[int], extras: tuple[Extra, ...] = ()) -> bytes:
     """Hash of one full block: 32 bytes.
 
-    parent: hash of the block before it, empty for the first one. token_ids: the block's tokens, each below 2**32.
-    The hashed bytes are canonical and can be parsed in one way only: every part is preceded by its length, numbers are
-    little-endian with a fixed width, and extras carry their type.
+    parent: hash of the block before it, empty for the first one.
+    token_ids: the block's tokens, each below 2**32.
+    The hashed bytes are canonical and can be parsed in one way only: every part is preceded by its length,
+    numbers are little-endian with a fixed width, and extras carry their type.
     """
     digest = hashlib.sha256(_header(len(parent), len(token_ids)))
     digest.update(parent)
@@ -44,9 +47,9 @@ def state_name(block_hash: bytes) -> bytes:
 def block_extras(request: Request, start: int, end: int) -> tuple[Extra, ...]:
     """Extras of the block that holds the tokens from ``start`` to ``end`` of a request.
 
-    The chain carries the salt and the adapter of a first block into all blocks after it. An image is named in every
-    block that its span overlaps, with the distance from the block's start to the span's, negative in later blocks:
-    placeholders are equal tokens wherever they stand.
+    The chain carries the salt and the adapter of a first block into all blocks after it. An image is named in
+    every block that its span overlaps, with the distance from the block's start to the span's, negative in
+    later blocks: placeholders are equal tokens wherever they stand.
     """
     extras: tuple[Extra, ...] = ()
     for image in request.images:
@@ -62,13 +65,14 @@ def block_extras(request: Request, start: int, end: int) -> tuple[Extra, ...]:
 
 
 def beginning_name(parent: bytes, extras: tuple[Extra, ...]) -> bytes:
-    """Name of what comes before the tokens of a block and decides its contents with them. parent, extras: of the block;
-    see hash_block."""
+    """Name of what comes before the tokens of a block and decides its contents with them.
+    parent, extras: of the block; see hash_block."""
     return hash_block(parent, (), extras) if extras else parent
 
 
 def extend_block_hashes(request: Request, block_size: int) -> None:
-    """Hash the blocks of ``request`` that became full since the last call and append them to ``block_hashes``.
+    """Hash the blocks of ``request`` that became full since the last call and append them to
+    ``block_hashes``.
 
     Only known tokens count: drafts are never hashed.
     """

@@ -1,7 +1,7 @@
 """The prefix cache as a radix tree, for people: what is cached, who uses it, and what parts where.
 
-The index of continuations is the tree already (the name of a block -> the blocks that follow it), so nothing is kept
-for this view. It is walked on request, for a bounded number of blocks.
+The index of continuations is the tree already (the name of a block -> the blocks that follow it), so nothing
+is kept for this view. It is walked on request, for a bounded number of blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PLAIN = b""
 
 @dataclass
 class _Edge:
-    """Tokens that follow one another without a branch. blocks: those that end in them, equal ones included."""
+    """Tokens that follow one another without a branch.
+    blocks: those that end in them, equal ones included."""
 
     token_ids: list[int]
     """The first ones."""
@@ -47,9 +48,9 @@ class _Edge:
 def prefix_tree(manager: KVCacheManager, block_bytes: Sequence[int], limit: int) -> PrefixTree:
     """At most ``limit`` nodes, those near the roots first.
 
-    It shows the first group that keeps whole prefixes, or the first one. It is empty where blocks are not copied, since
-    nothing knows then which block follows which. block_bytes: of one block of each group, over all its layers and all
-    workers.
+    It shows the first group that keeps whole prefixes, or the first one. It is empty where blocks are not
+    copied, since nothing knows then which block follows which. block_bytes: of one block of each group, over
+    all its layers and all workers.
     """
     if not manager.copies_blocks:
         return PrefixTree(nodes=[], num_blocks_left_out=0)
@@ -117,7 +118,9 @@ def _grow(pool: BlockPool) -> list[_Edge]:
         room -= len(pieces)
         for edge in _branch(pool, pieces, is_plain):
             edges.append(edge)
-            waiting += [(part.name, is_plain, part.children) for part in _all_edges([edge]) if part.name is not None]
+            waiting += [
+                (part.name, is_plain, part.children) for part in _all_edges([edge]) if part.name is not None
+            ]
     return roots
 
 
@@ -130,7 +133,11 @@ def _branch(pool: BlockPool, pieces: Sequence[tuple[KVCacheBlock, list[int]]], i
     for group in by_first.values():
         shortest = min((token_ids for _, token_ids in group), key=len)
         length = next(
-            (place for place in range(len(shortest)) if len({token_ids[place] for _, token_ids in group}) > 1),
+            (
+                place
+                for place in range(len(shortest))
+                if len({token_ids[place] for _, token_ids in group}) > 1
+            ),
             len(shortest),
         )
         ending = [block for block, token_ids in group if len(token_ids) == length]
@@ -143,7 +150,9 @@ def _branch(pool: BlockPool, pieces: Sequence[tuple[KVCacheBlock, list[int]]], i
                 token_ids=shortest[: min(length, MOST_TOKEN_IDS)],
                 num_tokens=length,
                 users=sum(block.ref_count for block in blocks) + sum(child.users for child in children),
-                last_used=max([*(block.last_used for block in blocks), *(child.last_used for child in children)]),
+                last_used=max(
+                    [*(block.last_used for block in blocks), *(child.last_used for child in children)]
+                ),
                 is_plain=is_plain,
                 num_pieces=len(ending),
                 blocks=blocks,

@@ -1,8 +1,9 @@
 """A bound on the bytes of a directory of block files, which all processes that write there keep together.
 
-A file beside the blocks says how many bytes they take. Who wants to write locks it and adds its own. Where that is too
-much, the files that were used longest ago are deleted first. Bytes are counted before they are written: after a crash
-the count may be too high, never too low, and looking through the directory sets it right.
+A file beside the blocks says how many bytes they take. Who wants to write locks it and adds its own. Where
+that is too much, the files that were used longest ago are deleted first. Bytes are counted before they are
+written: after a crash the count may be too high, never too low, and looking through the directory sets it
+right.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _COUNT = struct.Struct("<Q")
 
 
 class DirectoryBound:
-    """At most ``max_bytes`` in the block files below ``root``, which lie two folders deep. Nothing else is counted, or
-    ever deleted."""
+    """At most ``max_bytes`` in the block files below ``root``, which lie two folders deep.
+    Nothing else is counted, or ever deleted."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self._root, self._max_bytes = root, max_bytes
         self._has_looked = False
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count a file that is about to be written, and make room for it; False if there can be none. Waits for other
-        processes that do the same. Raises OSError."""
+        """Count a file that is about to be written, and make room for it; False if there can be none. Waits
+        for other processes that do the same. Raises OSError."""
         if num_bytes > self._max_bytes:
             return False
         with self._locked() as descriptor:
@@ -60,7 +61,8 @@ class DirectoryBound:
             os.close(descriptor)
 
     def _make_room(self, wanted: int) -> int:
-        """Delete what was used longest ago, until at most ``wanted`` bytes are left; how many there are then."""
+        """Delete what was used longest ago, until at most ``wanted`` bytes are left;
+        how many there are then."""
         files = sorted(self._files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:

@@ -1,7 +1,7 @@
 """Several connectors at once: what one lacks may lie in the next. (vLLM's MultiConnector.)
 
-A hit begins with the blocks of the first connector that has some, goes on where they end with those of the first one
-that has more, and so on. So the fastest tier is named first. Saves go to all of them.
+A hit begins with the blocks of the first connector that has some, goes on where they end with those of the
+first one that has more, and so on. So the fastest tier is named first. Saves go to all of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from minivllm.specs.caches import LayerCache, StateTensors
 
 
 class MultiOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """connectors: a kv_transfer_config for each, the fastest first; roles are those of the whole unless they are
-    given."""
+    """connectors: a kv_transfer_config for each, the fastest first;
+    roles are those of the whole unless they are given."""
 
     connectors: list[dict[str, Any]]
 
@@ -79,7 +79,8 @@ class _Composed:
 
 
 class MultiScheduler(KVConnectorScheduler):
-    """The scheduler's sides of all, as one. To their workers' sides a piece of a load is a load of its own."""
+    """The scheduler's sides of all, as one.
+    To their workers' sides a piece of a load is a load of its own."""
 
     is_connected = True
 
@@ -184,7 +185,9 @@ class MultiScheduler(KVConnectorScheduler):
             self._sides[index].update_connector_output(piece, num_valid)
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
-        senders = {index for index, side in enumerate(self._sides) if side.request_finished(request, block_ids)}
+        senders = {
+            index for index, side in enumerate(self._sides) if side.request_finished(request, block_ids)
+        }
         if senders:
             self._sending[request.request_id] = senders, {}
         return bool(senders)
@@ -250,7 +253,9 @@ def part_of(metadata: KVConnectorMetadata, part: int) -> KVConnectorMetadata:
     def own(transfers: list[BlockTransfer]) -> list[BlockTransfer]:
         return [transfer for transfer in transfers if transfer.part == part]
 
-    return KVConnectorMetadata(loads=own(metadata.loads), saves=own(metadata.saves), snapshots=own(metadata.snapshots))
+    return KVConnectorMetadata(
+        loads=own(metadata.loads), saves=own(metadata.saves), snapshots=own(metadata.snapshots)
+    )
 
 
 class MultiConnector(KVConnector):

@@ -1,7 +1,8 @@
-"""Host memory as a second tier of the prefix cache: what the device forgets comes back instead of being recomputed.
+"""Host memory as a second tier of the prefix cache:
+what the device forgets comes back instead of being recomputed.
 
-Every block that becomes full is copied once. So a prompt whose blocks were evicted, and a request that was preempted
-(V0's swap), find theirs there. (vLLM's OffloadingConnector.)
+Every block that becomes full is copied once. So a prompt whose blocks were evicted, and a request that was
+preempted (V0's swap), find theirs there. (vLLM's OffloadingConnector.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ DEFAULT_BYTES = 2**30
 
 
 class OffloadingOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """cpu_bytes_to_use: most host memory that blocks take, with all workers together; it is taken when they come. Where
-    layers keep states, half of it is for those."""
+    """cpu_bytes_to_use: most host memory that blocks take, with all workers together; it is taken when they
+    come. Where layers keep states, half of it is for those."""
 
     cpu_bytes_to_use: int = DEFAULT_BYTES
 
@@ -38,12 +39,14 @@ def num_slots(context: TransferContext) -> tuple[int, int]:
     num_bytes, size, state = int(context.options.cpu_bytes_to_use), context.block_bytes, context.state_bytes
     if not state and num_bytes < size:
         raise ConfigError(
-            f"cpu_bytes_to_use is {num_bytes}, but one block of {context.block_size} tokens takes {size}: give "
+            f"cpu_bytes_to_use is {num_bytes}, but one block of {context.block_size} tokens takes {size}: "
+            "give "
             "OffloadingConnector more."
         )
     if state and num_bytes // 2 < max(size, state):
         raise ConfigError(
-            f"cpu_bytes_to_use is {num_bytes}, of which half is for states, but one state takes {state} and one block "
+            f"cpu_bytes_to_use is {num_bytes}, of which half is for states, but one state takes {state} and "
+            "one block "
             f"of {context.block_size} tokens {size}: give OffloadingConnector more."
         )
     return (num_bytes // 2 // size, num_bytes // 2 // state) if state else (num_bytes // size, 0)
@@ -89,7 +92,9 @@ class OffloadingScheduler(BlockStore):
         return key in self._own(key)
 
     def where(self, keys: Sequence[bytes]) -> list[int]:
-        for key in reversed(keys):  # of one prompt the beginning is used most recently, so that it stays longest
+        for key in reversed(
+            keys
+        ):  # of one prompt the beginning is used most recently, so that it stays longest
             self._own(key).move_to_end(key)
         self._loading.update(keys)
         return [self._own(key)[key] for key in keys]
@@ -118,8 +123,8 @@ class OffloadingScheduler(BlockStore):
 
 
 class OffloadingWorker(KVConnectorWorker):
-    """A piece of host memory for blocks, and one for states, cut into slots; pinned where a GPU copies from and to
-    it."""
+    """A piece of host memory for blocks, and one for states, cut into slots;
+    pinned where a GPU copies from and to it."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -136,7 +141,9 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _allocate(self, count: int, size: int) -> Tensor:
         if self.context.device.type == "cuda" or not size:
-            return torch.empty((count, size), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
+            return torch.empty(
+                (count, size), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda"
+            )
         return lazily_zeroed((count, size), torch.uint8)
 
     def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
@@ -161,5 +168,6 @@ class OffloadingConnector(KVConnector):
             raise ConfigError(f"cpu_bytes_to_use is {options.cpu_bytes_to_use}, but must be at least 1.")
         if config.kv_role != "kv_both":
             raise ConfigError(
-                f"kv_role is {config.kv_role!r}, but OffloadingConnector keeps blocks for its own engine: 'kv_both'."
+                f"kv_role is {config.kv_role!r}, but OffloadingConnector keeps blocks for its own engine: "
+                "'kv_both'."
             )

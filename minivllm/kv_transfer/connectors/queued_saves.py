@@ -1,4 +1,5 @@
-"""Saves to where writing is slow: a thread of their own does it, and no more of them wait than a queue holds."""
+"""Saves to where writing is slow:
+a thread of their own does it, and no more of them wait than a queue holds."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class QueuedSaves(KVConnectorWorker):
         self._cannot_write = False
 
     @abstractmethod
-    def write_block(self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks) -> None:
+    def write_block(
+        self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks
+    ) -> None:
         """Keep what a block holds, uint8 [blocks.block_bytes]. Called by the saves' thread. transfer: has the
         fingerprint of the weights that the block was computed with. Raises OSError."""
 

@@ -1,9 +1,10 @@
 """A directory as a tier of the prefix cache: one safetensors file per block, which any later process can hit.
 
-A file's name is the block's hash, in a folder named by the fingerprint of all else that decides what the block holds.
-A file appears whole: it is written under another name and renamed. It is used only if its size, its header and the
-digest of its contents are what they must be; everything else is ignored, once with a line in the log, and replaced when
-the block has been computed anew. (vLLM's SharedStorageConnector, with the hash of a block in place of raw tokens.)
+A file's name is the block's hash, in a folder named by the fingerprint of all else that decides what the
+block holds. A file appears whole: it is written under another name and renamed. It is used only if its size,
+its header and the digest of its contents are what they must be; everything else is ignored, once with a line
+in the log, and replaced when the block has been computed anew. (vLLM's SharedStorageConnector, with the hash
+of a block in place of raw tokens.)
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ SAFETENSORS_DTYPES = {
 
 
 class SharedStorageOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """shared_storage_path: a directory, made if it does not exist. max_bytes: most bytes of all block files in it, of
-    other models too; those used longest ago are deleted. None for no bound."""
+    """shared_storage_path: a directory, made if it does not exist. max_bytes: most bytes of all block files
+    in it, of other models too; those used longest ago are deleted. None for no bound."""
 
     shared_storage_path: str
     max_bytes: int | None = None
@@ -69,8 +70,8 @@ def path_of(folder: Path, key: bytes) -> Path:
 
 
 class BlockFile:
-    """The format: a safetensors file with the tensors "0.k", "0.v", "1.k", … and the digest of their bytes; of a state
-    "0.0", "0.1", …."""
+    """The format: a safetensors file with the tensors "0.k", "0.v", "1.k",
+    … and the digest of their bytes; of a state "0.0", "0.1", …."""
 
     def __init__(self, blocks: CacheBlocks) -> None:
         self.block_bytes = blocks.block_bytes
@@ -78,7 +79,11 @@ class BlockFile:
         start = 0
         for name, dtype, shape in blocks.layout:
             stop = start + getattr(torch, dtype).itemsize * torch.Size(shape).numel()
-            self._tensors[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
+            self._tensors[name] = {
+                "dtype": SAFETENSORS_DTYPES[dtype],
+                "shape": shape,
+                "data_offsets": [start, stop],
+            }
             start = stop
 
     @property
@@ -87,7 +92,8 @@ class BlockFile:
         return len(self.header(bytes(32), torch.empty(0, dtype=torch.uint8))) + self.block_bytes
 
     def header(self, key: bytes, contents: Tensor) -> bytes:
-        """Everything before the tensors' bytes. There is one right header for a block, so it is simply compared."""
+        """Everything before the tensors' bytes.
+        There is one right header for a block, so it is simply compared."""
         digest = hashlib.sha256(contents.numpy().data).hexdigest()
         entries = {"__metadata__": {"block_hash": key.hex(), "sha256": digest}, **self._tensors}
         text = json.dumps(entries, separators=(",", ":")).encode()
@@ -108,7 +114,8 @@ class BlockFile:
             raise
 
     def read(self, path: Path, key: bytes) -> Tensor:
-        """The contents, uint8 [block_bytes]. Raises OSError, or ValueError for anything but the block's file."""
+        """The contents, uint8 [block_bytes].
+        Raises OSError, or ValueError for anything but the block's file."""
         expected = self.file_bytes
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             info = os.fstat(file.fileno())
@@ -133,11 +140,14 @@ class SharedStorageScheduler(BlockStore):
         self._folders = [folder_of(context, rank) for rank in range(context.num_ranks)]
         self._known: OrderedDict[bytes, float] = OrderedDict()
         max_bytes = context.options.max_bytes
-        what = f"block of {context.block_size} tokens" if context.block_bytes > context.state_bytes else "state"
+        what = (
+            f"block of {context.block_size} tokens" if context.block_bytes > context.state_bytes else "state"
+        )
         largest = max(context.block_bytes, context.state_bytes)
         if max_bytes is not None and max_bytes < largest:
             raise ConfigError(
-                f"max_bytes is {max_bytes}, but one {what} takes {largest}, and its files a little more: give "
+                f"max_bytes is {max_bytes}, but one {what} takes {largest}, and its files a little more: "
+                "give "
                 "SharedStorageConnector more."
             )
 
@@ -209,11 +219,15 @@ class SharedStorageWorker(QueuedSaves):
             return None
 
     def loaded(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # of one prompt the beginning is used most recently, so that it stays longest
+        for key in reversed(
+            keys
+        ):  # of one prompt the beginning is used most recently, so that it stays longest
             with contextlib.suppress(OSError):
                 os.utime(path_of(self._folder, key), follow_symlinks=False)
 
-    def write_block(self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks) -> None:
+    def write_block(
+        self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks
+    ) -> None:
         form = BlockFile(blocks)
         if self._bound is None or self._bound.reserve(form.file_bytes):
             form.write(path_of(folder_of(transfer, transfer.rank), key), key, contents)
@@ -221,7 +235,8 @@ class SharedStorageWorker(QueuedSaves):
 
 
 class SharedStorageConnector(KVConnector):
-    """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …, "max_bytes": …}."""
+    """Keeps full blocks in a directory.
+    kv_connector_extra_config: {"shared_storage_path": …, "max_bytes": …}."""
 
     Options = SharedStorageOptions
     moves_parts = moves_states = takes_new_weights = True
@@ -242,4 +257,6 @@ class SharedStorageConnector(KVConnector):
                 f"shared_storage_path {str(path)!r} cannot be used ({error}): name a directory."
             ) from None
         if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if config.saves else 0)):
-            raise ConfigError(f"shared_storage_path {str(path)!r} cannot be read or written: name another directory.")
+            raise ConfigError(
+                f"shared_storage_path {str(path)!r} cannot be read or written: name another directory."
+            )

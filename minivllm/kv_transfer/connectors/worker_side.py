@@ -1,9 +1,11 @@
-"""The worker's side of a connector: blocks leave the KV cache in the order of steps, and come back beside them.
+"""The worker's side of a connector:
+blocks leave the KV cache in the order of steps, and come back beside them.
 
-A save is launched after the step that fills the block, and before the next step, which may write into it. So the block
-may be freed meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
-next one. A load runs in a thread of its own. It begins when all earlier steps are computed, since one of them may still
-write into blocks whose owner has left, and its blocks belong to it until it has ended.
+A save is launched after the step that fills the block, and before the next step, which may write into it. So
+the block may be freed meanwhile. A snapshot is what the last steps have left in its slot, so its save is
+launched before the next one. A load runs in a thread of its own. It begins when all earlier steps are
+computed, since one of them may still write into blocks whose owner has left, and its blocks belong to it
+until it has ended.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ class WorkerContext:
 
 
 class CacheBlocks:
-    """Whole blocks of a KV cache as flat bytes, K and V of one layer after the other; or whole states, whose slots are
-    their blocks, one tensor of a layer after the other.
+    """Whole blocks of a KV cache as flat bytes, K and V of one layer after the other; or whole states, whose
+    slots are their blocks, one tensor of a layer after the other.
 
-    layout: (name, dtype, shape) of each piece. block_bytes: of a block, or a state, over all layers that have one.
+    layout: (name, dtype, shape) of each piece.
+    block_bytes: of a block, or a state, over all layers that have one.
     """
 
     def __init__(
-        self, caches: Sequence[LayerCache | StateTensors], groups: Sequence[GroupSpec], of_states: bool = False
+        self,
+        caches: Sequence[LayerCache | StateTensors],
+        groups: Sequence[GroupSpec],
+        of_states: bool = False,
     ) -> None:
         self._groups = [place for place, group in enumerate(groups) if (group.kind == "state") == of_states]
         self._pieces: list[tuple[Any, int, slice]] = []
@@ -62,7 +68,8 @@ class CacheBlocks:
             names = "kv" if isinstance(cache, LayerCache) else map(str, range(len(tensors)))
             for name, tensor in zip(names, tensors):
                 num_bytes = prod(tensor.shape[1:]) * tensor.element_size()
-                # Uint8 [blocks, bytes]. In host memory numpy copies: a copy by torch costs more than these few bytes.
+                # Uint8 [blocks, bytes]. In host memory numpy copies:
+                # a copy by torch costs more than these few bytes.
                 whole = tensor.view(len(tensor), -1).view(torch.uint8)
                 self._is_host = tensor.device.type == "cpu"
                 own = slice(self.block_bytes, self.block_bytes + num_bytes)
@@ -109,8 +116,8 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def save_snapshots(self, metadata: KVConnectorMetadata) -> None:
-        """Launch the saves of states, before the step is launched and any of its loads begins: both may write into
-        their slots."""
+        """Launch the saves of states, before the step is launched and any of its loads begins:
+        both may write into their slots."""
 
     @abstractmethod
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -118,7 +125,8 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
-        """Launch the saves of a step, after it: no later step can write into their blocks before they are read."""
+        """Launch the saves of a step, after it:
+        no later step can write into their blocks before they are read."""
 
     @abstractmethod
     def new_weights(self, fingerprint: str) -> None:
@@ -132,8 +140,8 @@ class ConnectorWorker(ABC):
 class KVConnectorWorker(ConnectorWorker):
     """Moves whole blocks, and whole states. A subclass says what ``load_block`` and ``save_block`` do.
 
-    blocks: of the layers that attend; None while the KV cache has no memory. states: of those that keep one; None if
-    there are none.
+    blocks: of the layers that attend; None while the KV cache has no memory.
+    states: of those that keep one; None if there are none.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -143,17 +151,19 @@ class KVConnectorWorker(ConnectorWorker):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loads")
         self._stream: Any = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
 
-    # -- what a subclass says --------------------------------------------------------------------------------------
+    # -- what a subclass says
+    # --------------------------------------------------------------------------------------
 
     @abstractmethod
     def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
-        """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it should
-        be. Called by the loads' thread. source: as the scheduler's side numbers it, or -1. blocks: ``self.blocks``, or
-        ``self.states`` if the key names a state."""
+        """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it
+        should be. Called by the loads' thread. source: as the scheduler's side numbers it, or -1. blocks:
+        ``self.blocks``, or ``self.states`` if the key names a state."""
 
     @abstractmethod
     def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
-        """Memory for a block that is saved, uint8 [blocks.block_bytes] on the host; None if it need not be."""
+        """Memory for a block that is saved, uint8 [blocks.block_bytes] on the host;
+        None if it need not be."""
 
     def loaded(self, keys: Sequence[bytes]) -> None:
         """These blocks of a load were good. Called by the loads' thread."""
@@ -161,7 +171,8 @@ class KVConnectorWorker(ConnectorWorker):
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
-    # -- what the worker calls -------------------------------------------------------------------------------------
+    # -- what the worker calls
+    # -------------------------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         groups = self.context.transfer.groups

@@ -1,8 +1,8 @@
 """A producer's blocks in one piece of memory, which consumers read without asking for each byte.
 
-Who reads holds a *lease*: until it ends, no other block is written over those it names. A lease that its consumer does
-not renew by coming back in time ends by itself, so a consumer that has died holds nothing up. So what was read counts
-only if the lease is still there after the read: ``confirm`` says so, and ends it.
+Who reads holds a *lease*: until it ends, no other block is written over those it names. A lease that its
+consumer does not renew by coming back in time ends by itself, so a consumer that has died holds nothing up.
+So what was read counts only if the lease is still there after the read: ``confirm`` says so, and ends it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LeasedBlocks:
         self._lock = Lock()
 
     def take(self, key: bytes) -> Tensor | None:
-        """Memory for a block that is about to be saved, uint8 [block_bytes]; None if it is here, or if all others are
-        being read. The block that was used longest ago goes."""
+        """Memory for a block that is about to be saved, uint8 [block_bytes]; None if it is here, or if all
+        others are being read. The block that was used longest ago goes."""
         with self._lock:
             if key in self._slot_of:
                 self._slot_of.move_to_end(key)

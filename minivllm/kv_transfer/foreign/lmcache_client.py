@@ -1,7 +1,9 @@
-"""LMCache's server as a client sees it: bytes under names, over a socket (LMCache 0.5, lmcache/v1/protocol.py).
+"""LMCache's server as a client sees it:
+bytes under names, over a socket (LMCache 0.5, lmcache/v1/protocol.py).
 
-Requests and replies have a fixed length. The server says nothing about what it was given, and keeps it until it ends;
-it knows neither its clients nor what it keeps. So what is kept carries a seal: an HMAC over its name and its bytes.
+Requests and replies have a fixed length. The server says nothing about what it was given, and keeps it until
+it ends; it knows neither its clients nor what it keeps. So what is kept carries a seal: an HMAC over its name
+and its bytes.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class Names:
 
 
 class Client:
-    """A connection that is made when it is needed, for one thread at a time. Calls raise OSError, or ValueError for
-    what is no answer, and then for RETRY_SECONDS without trying."""
+    """A connection that is made when it is needed, for one thread at a time. Calls raise OSError, or
+    ValueError for what is no answer, and then for RETRY_SECONDS without trying."""
 
     def __init__(self, address: Address, timeout: float) -> None:
         """timeout: seconds that a call may take."""

@@ -1,8 +1,10 @@
-"""LMCache's server as a tier of the prefix cache, for engines on one host or several (vLLM's LMCacheConnector).
+"""LMCache's server as a tier of the prefix cache,
+for engines on one host or several (vLLM's LMCacheConnector).
 
-The server, ``lmcache_server HOST PORT``, runs in an environment of its own: nothing of LMCache is imported here. Blocks
-are named by their hashes and by the fingerprint of all else that decides what they hold, so engines that would not
-understand one another never meet. The server has no way to say what comes and goes, so it is asked.
+The server, ``lmcache_server HOST PORT``, runs in an environment of its own: nothing of LMCache is imported
+here. Blocks are named by their hashes and by the fingerprint of all else that decides what they hold, so
+engines that would not understand one another never meet. The server has no way to say what comes and goes, so
+it is asked.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ Answers = dict[bytes, bool]
 
 
 class LMCacheOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """url: of the server, lm://host:port. timeout: seconds that a block may take; then the rest is recomputed.
-    key_file: a secret of 32 bytes or more that only the user can read, the same for all engines; needed off this
-    host."""
+    """url: of the server, lm://host:port. timeout: seconds that a block may take; then the rest is
+    recomputed. key_file: a secret of 32 bytes or more that only the user can read, the same for all engines;
+    needed off this host."""
 
     url: str
     timeout: Annotated[float, msgspec.Meta(gt=0, le=600)] = 5.0
@@ -65,7 +67,8 @@ def address_of(options: LMCacheOptions) -> Address:
 
 
 class LMCacheScheduler(BlockStore):
-    """Has a thread ask the server for a prompt's blocks, all of them at once, and remembers the answers for a moment.
+    """Has a thread ask the server for a prompt's blocks, all of them at once,
+    and remembers the answers for a moment.
 
     A request that waits for an answer waits beside the queue, so a server that hangs delays no step.
     """
@@ -80,7 +83,9 @@ class LMCacheScheduler(BlockStore):
         self._known: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
         self._use_names()
         if not address.is_local:
-            logger.warning("Keys and values go to %s as they are: use a network that you trust.", context.options.url)
+            logger.warning(
+                "Keys and values go to %s as they are: use a network that you trust.", context.options.url
+            )
 
     def _use_names(self) -> None:
         self._names = [Names(self.context, rank) for rank in range(self.num_ranks)]
@@ -130,8 +135,9 @@ class LMCacheScheduler(BlockStore):
         return any(map(is_old, states[: len(missing) + 1]))
 
     def _look_up(self, names: Sequence[Names], keys: Sequence[bytes]) -> Answers:
-        """Ask whether all ranks' parts are there: of these blocks, up to the first missing ones, and of the states
-        after them, from the last one back to the first ones that are there. Called by the look-ups' thread."""
+        """Ask whether all ranks' parts are there: of these blocks, up to the first missing ones, and of the
+        states after them, from the last one back to the first ones that are there. Called by the look-ups'
+        thread."""
         answers: Answers = {}
         batch = max(1, BATCH // len(names))
 
@@ -204,11 +210,15 @@ class LMCacheWorker(QueuedSaves):
         if not hmac.compare_digest(self._names.seal(key, contents), data[:SEAL_BYTES].numpy().tobytes()):
             if key not in self._bad:
                 self._bad.add(key)
-                logger.warning("A block from the LMCache server is ignored: it is damaged, or of another key_file.")
+                logger.warning(
+                    "A block from the LMCache server is ignored: it is damaged, or of another key_file."
+                )
             return None
         return contents
 
-    def write_block(self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks) -> None:
+    def write_block(
+        self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks
+    ) -> None:
         names = Names(transfer, transfer.rank)
         request = names.request(Command.PUT, key, SEAL_BYTES + contents.numel())
         self._saving.put(request, names.seal(key, contents), contents)
@@ -234,6 +244,7 @@ class LMCacheConnector(KVConnector):
         has_key = bool(read_key(options.key_file))
         if not address_of(options).is_local and not has_key:
             raise ConfigError(
-                f"{options.url} is not on this host: give LMCacheConnector a 'key_file', the same for all engines, so "
+                f"{options.url} is not on this host: give LMCacheConnector a 'key_file', the same for all "
+                "engines, so "
                 "that nobody else can send keys and values."
             )

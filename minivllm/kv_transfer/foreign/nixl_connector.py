@@ -1,8 +1,10 @@
-"""Disaggregated prefill by one-sided reads: a consumer reads blocks out of a producer's memory through NIXL (UCX).
+"""Disaggregated prefill by one-sided reads:
+a consumer reads blocks out of a producer's memory through NIXL (UCX).
 
-Announcements, the handshake and leases go over the sockets of the lookup connector; the blocks do not. A consumer takes
-a lease, reads, and asks whether the lease is still there. Only then it believes what it has read: a producer that was
-slow or stopped in between may have put other blocks there (vLLM once answered with another prompt's text so).
+Announcements, the handshake and leases go over the sockets of the lookup connector; the blocks do not. A
+consumer takes a lease, reads, and asks whether the lease is still there. Only then it believes what it has
+read: a producer that was slow or stopped in between may have put other blocks there (vLLM once answered with
+another prompt's text so).
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class TakeLease(msgspec.Struct, frozen=True, tag="take_lease"):
 
 
 class Leased(msgspec.Struct, frozen=True, tag="leased"):
-    """addresses: of the first ones of the blocks, as far as they are there. agent: the producer's NIXL metadata."""
+    """addresses: of the first ones of the blocks, as far as they are there.
+    agent: the producer's NIXL metadata."""
 
     number: int
     addresses: list[int]
@@ -74,7 +77,9 @@ def make_agent(role: str, memory: Tensor) -> Any:
     """A NIXL agent that moves host memory, and what it may read or others may."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its lines go to stdout, where answers may go
     api = import_module("nixl._api")
-    agent = api.nixl_agent(f"minivllm-{role}-{os.getpid()}-{time.time_ns()}", api.nixl_agent_config(backends=["UCX"]))
+    agent = api.nixl_agent(
+        f"minivllm-{role}-{os.getpid()}-{time.time_ns()}", api.nixl_agent_config(backends=["UCX"])
+    )
     agent.register_memory(memory)
     return agent
 
@@ -94,7 +99,9 @@ class LeaseServer(LookupServer):
             try:
                 deadline = time.monotonic() + self._gate.timeout
                 pipe.send_message(Leased(number, addresses, self._agent), deadline)
-                is_valid = pipe.receive_message(Confirm, FOREVER).number == number and self._blocks.confirm(number)
+                is_valid = pipe.receive_message(Confirm, FOREVER).number == number and self._blocks.confirm(
+                    number
+                )
                 pipe.send_message(Confirmed(is_valid), time.monotonic() + self._gate.timeout)
             finally:
                 self._blocks.confirm(number)  # also of a consumer that has gone
@@ -151,11 +158,13 @@ class NixlWorker(KVConnectorWorker):
         if self._options.buffer_bytes < size:
             what = "block" if size == transfer.block_bytes else "state"
             raise ConfigError(
-                f"buffer_bytes is {self._options.buffer_bytes}, but one {what} takes {size}: give NixlConnector more."
+                f"buffer_bytes is {self._options.buffer_bytes}, but one {what} takes {size}: give "
+                "NixlConnector more."
             )
         return self._options.buffer_bytes // size
 
-    # -- a consumer --------------------------------------------------------------------------------------------------
+    # -- a consumer
+    # --------------------------------------------------------------------------------------------------
 
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
         self._load_now = load
@@ -181,8 +190,8 @@ class NixlWorker(KVConnectorWorker):
         return None if data is None else data[: blocks.block_bytes]
 
     def _fetch(self, source: int, keys: Sequence[bytes], size: int) -> None:
-        """Read blocks of one producer under a lease, ``size`` bytes of each. Raises OSError, ValueError, or what NIXL
-        raises."""
+        """Read blocks of one producer under a lease, ``size`` bytes of each.
+        Raises OSError, ValueError, or what NIXL raises."""
         if self._stream is not None:
             self._stream.synchronize()  # what was staged before is on the device
         if self._staging is None:
@@ -192,7 +201,9 @@ class NixlWorker(KVConnectorWorker):
                 self._hang_up(other)
             self._reader = make_agent("consumer", self._staging)
         if source not in self._producers:
-            self._producers[source] = _Producer(self._gate.connect(self._peers[source], Purpose.BLOCKS, self._deadline))
+            self._producers[source] = _Producer(
+                self._gate.connect(self._peers[source], Purpose.BLOCKS, self._deadline)
+            )
         producer = self._producers[source]
         producer.pipe.send_message(TakeLease(list(keys)), self._deadline)
         leased = producer.pipe.receive_message(Leased, self._deadline)
@@ -205,7 +216,9 @@ class NixlWorker(KVConnectorWorker):
             self._read(producer.name, leased.addresses, self._staging, size)
         producer.pipe.send_message(Confirm(leased.number), self._deadline)
         if producer.pipe.receive_message(Confirmed, self._deadline).is_valid:
-            self._staged = {key: self._staging[index] for index, key in enumerate(keys[: len(leased.addresses)])}
+            self._staged = {
+                key: self._staging[index] for index, key in enumerate(keys[: len(leased.addresses)])
+            }
 
     def _read(self, name: str, addresses: Sequence[int], staging: Tensor, size: int) -> None:
         """Raises TimeoutError, after which the staging memory must not be used: the read may still go on."""
@@ -237,7 +250,8 @@ class NixlWorker(KVConnectorWorker):
             with contextlib.suppress(RuntimeError):  # NIXL has noticed its end already
                 self._reader.remove_remote_agent(producer.name)
 
-    # -- a producer --------------------------------------------------------------------------------------------------
+    # -- a producer
+    # --------------------------------------------------------------------------------------------------
 
     def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         data = None if self._blocks is None else self._blocks.take(key)
@@ -256,7 +270,8 @@ class NixlWorker(KVConnectorWorker):
 
 
 class NixlConnector(KVConnector):
-    """kv_connector_extra_config: {"address": …} as kv_producer, {"peers": […]} as kv_consumer; see NixlOptions."""
+    """kv_connector_extra_config: {"address": …} as kv_producer, {"peers": […]} as kv_consumer;
+    see NixlOptions."""
 
     Options = NixlOptions
     outlives_engine = moves_parts = moves_states = True

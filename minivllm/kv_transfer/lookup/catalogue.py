@@ -39,13 +39,16 @@ class Catalogue:
 
     def __init__(self, peers: Sequence[Address], gates: Sequence[Gate]) -> None:
         """Raises ConfigError if there are no addresses for so many ranks."""
-        self._producers = [[_Worker(peer.beside(rank), gate) for rank, gate in enumerate(gates)] for peer in peers]
+        self._producers = [
+            [_Worker(peer.beside(rank), gate) for rank, gate in enumerate(gates)] for peer in peers
+        ]
         self._closed = Event()
         for worker in chain.from_iterable(self._producers):
             Thread(target=self._follow, args=(worker,), name="kv-catalogue", daemon=True).start()
 
     def find(self, key: bytes) -> int | None:
-        """A producer of which every worker holds its part of the block, by its number; None: there is none."""
+        """A producer of which every worker holds its part of the block, by its number;
+        None: there is none."""
         for number, workers in enumerate(self._producers):
             if all(key in worker.held for worker in workers):
                 return number

@@ -1,4 +1,5 @@
-"""Access to this engine's blocks: the connector's settings about peers, checked, and connections made by them."""
+"""Access to this engine's blocks:
+the connector's settings about peers, checked, and connections made by them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ HANDSHAKE_SECONDS = 5.0
 
 
 class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """address: where a producer listens, unix:///path or tcp://host:port; its worker of rank r at path.r, or at port +
-    r. peers: addresses of the producers that a consumer asks. buffer_bytes: most memory of a producer's buffer, over
-    all workers. timeout: seconds that a load may take; then the rest is recomputed. key_file: a secret of 32 bytes or
-    more that only the user can read; needed off this host. tls_certificate, tls_key: PEM files of a producer on TCP.
-    tls_authority: PEM file of whom a consumer trusts."""
+    """address: where a producer listens, unix:///path or tcp://host:port; its worker of rank r at path.r, or
+    at port + r. peers: addresses of the producers that a consumer asks. buffer_bytes: most memory of a
+    producer's buffer, over all workers. timeout: seconds that a load may take; then the rest is recomputed.
+    key_file: a secret of 32 bytes or more that only the user can read; needed off this host. tls_certificate,
+    tls_key: PEM files of a producer on TCP. tls_authority: PEM file of whom a consumer trusts."""
 
     address: str = ""
     peers: list[str] = []
@@ -52,7 +53,9 @@ class Gate:
     def of(cls, context: TransferContext, rank: int) -> Gate:
         """Raises ConfigError."""
         options: LookupBufferOptions = context.options
-        return cls(identity_of(context, rank), read_key(options.key_file), options.timeout, *tls_contexts(options))
+        return cls(
+            identity_of(context, rank), read_key(options.key_file), options.timeout, *tls_contexts(options)
+        )
 
     def connect(self, address: Address, purpose: Purpose, deadline: float) -> Pipe:
         """A connection to a producer that has proved itself. Raises HandshakeError, or OSError."""
@@ -74,32 +77,42 @@ class Gate:
 
 
 def check_room(context: TransferContext) -> None:
-    """Raises ConfigError for a producer's buffer without room for a block, and for a state where layers keep one."""
+    """Raises ConfigError for a producer's buffer without room for a block,
+    and for a state where layers keep one."""
     num_bytes, block, state = context.options.buffer_bytes, context.block_bytes, context.state_bytes
     if num_bytes < block + state:
         what = f"one block takes {block}" + (f" and one state {state}" if state else "")
-        raise ConfigError(f"buffer_bytes is {num_bytes}, but {what}: give {context.config.kv_connector} more.")
+        raise ConfigError(
+            f"buffer_bytes is {num_bytes}, but {what}: give {context.config.kv_connector} more."
+        )
 
 
-def addresses_of(config: KVTransferConfig, options: LookupBufferOptions) -> tuple[Address | None, list[Address]]:
+def addresses_of(
+    config: KVTransferConfig, options: LookupBufferOptions
+) -> tuple[Address | None, list[Address]]:
     """Where this engine listens, and whom it asks. Raises ConfigError for what does not suit its role."""
     if config.saves != bool(options.address) or config.loads != bool(options.peers):
         raise ConfigError(
-            f"{config.kv_connector} needs an 'address' to listen at as kv_producer, 'peers' to ask as kv_consumer, and "
+            f"{config.kv_connector} needs an 'address' to listen at as kv_producer, 'peers' to ask as "
+            "kv_consumer, and "
             f"both as kv_both; with kv_role {config.kv_role!r} it got address {options.address!r} and peers "
             f"{options.peers!r}."
         )
-    return Address.parse(options.address) if options.address else None, list(map(Address.parse, options.peers))
+    return Address.parse(options.address) if options.address else None, list(
+        map(Address.parse, options.peers)
+    )
 
 
 def check(config: KVTransferConfig, options: LookupBufferOptions) -> None:
-    """Raises ConfigError for addresses, keys and certificates that cannot work, or that would let anybody in."""
+    """Raises ConfigError for addresses, keys and certificates that cannot work,
+    or that would let anybody in."""
     own, peers = addresses_of(config, options)
     has_key = bool(read_key(options.key_file))
     for address in [*peers, *([own] if own else [])]:
         if not address.is_local and not has_key:
             raise ConfigError(
-                f"{address.text} is not on this host: give the connector a 'key_file', the same on both sides, "
+                f"{address.text} is not on this host: give the connector a 'key_file', the same on both "
+                "sides, "
                 "so that nobody else can read or send keys and values."
             )
     server, client = tls_contexts(options)

@@ -1,7 +1,9 @@
-"""Two engines make sure of each other before either reads anything else: same secret, same model, same settings.
+"""Two engines make sure of each other before either reads anything else:
+same secret, same model, same settings.
 
-Everything here has a fixed length, so nothing is parsed. Both sides send a number that is used once, and prove with an
-HMAC over both of them that they hold the key; with an empty key that proves nothing, which is for one host only.
+Everything here has a fixed length, so nothing is parsed. Both sides send a number that is used once, and
+prove with an HMAC over both of them that they hold the key; with an empty key that proves nothing, which is
+for one host only.
 """
 
 from __future__ import annotations
@@ -43,12 +45,15 @@ class Verdict(IntEnum):
 def identity_of(context: TransferContext, rank: int) -> bytes:
     """Digest of all that must be equal on both sides for a rank's part of a block to mean the same, 32 bytes.
 
-    The fingerprint has the model's files, its layers, heads and rotary embedding, dtypes, quantisation, attention,
-    block size and how layers are divided among workers; adapters and salts are part of the blocks' hashes.
+    The fingerprint has the model's files, its layers, heads and rotary embedding, dtypes, quantisation,
+    attention, block size and how layers are divided among workers; adapters and salts are part of the blocks'
+    hashes.
     """
     groups = [[group.name, group.block_size] for group in context.groups]
     parts = [context.block_bytes, context.state_bytes, context.num_ranks, rank]
-    return hashlib.sha256(msgspec.json.encode([__version__, context.config.fingerprint, groups, parts])).digest()
+    return hashlib.sha256(
+        msgspec.json.encode([__version__, context.config.fingerprint, groups, parts])
+    ).digest()
 
 
 def _proof(key: bytes, *parts: bytes) -> bytes:
@@ -71,7 +76,8 @@ def greet(pipe: Pipe, purpose: Purpose, identity: bytes, key: bytes, deadline: f
         raise HandshakeError("it has another key_file")
     if verdict[0] != Verdict.WELCOME or theirs != identity:
         raise HandshakeError(
-            "it has another model, version or settings; model, dtype, kv_cache_dtype, block_size, max_model_len, "
+            "it has another model, version or settings; model, dtype, kv_cache_dtype, block_size, "
+            "max_model_len, "
             "quantization, attention_backend, tensor_parallel_size and pipeline_parallel_size must be equal"
         )
 
@@ -94,5 +100,7 @@ def admit(pipe: Pipe, identity: bytes, key: bytes, deadline: float) -> Purpose:
     own = bytes(DIGEST_BYTES) if verdict == Verdict.WRONG_KEY else identity
     pipe.send(answer + own + _proof(key, b"producer", nonces, answer, own), deadline)
     if verdict != Verdict.WELCOME:
-        raise HandshakeError("it has another key_file" if verdict == Verdict.WRONG_KEY else "it has another model")
+        raise HandshakeError(
+            "it has another key_file" if verdict == Verdict.WRONG_KEY else "it has another model"
+        )
     return Purpose(claim[-1])

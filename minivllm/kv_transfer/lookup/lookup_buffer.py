@@ -1,7 +1,8 @@
-"""The buffer of a producer for its consumers: blocks by their hashes, within a bound in bytes (vLLM V0's LookupBuffer).
+"""The buffer of a producer for its consumers:
+blocks by their hashes, within a bound in bytes (vLLM V0's LookupBuffer).
 
-V0 deletes a block when it is selected. Here it stays until its room is needed, and goes before blocks that no consumer
-has taken: the next prompt with the same beginning, and another consumer, still find it.
+V0 deletes a block when it is selected. Here it stays until its room is needed, and goes before blocks that no
+consumer has taken: the next prompt with the same beginning, and another consumer, still find it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 Listener = Callable[[Sequence[bytes], Sequence[bytes]], None]
-"""Hears which blocks have come and which have gone; called under the buffer's lock, so it must only take note."""
+"""Hears which blocks have come and which have gone;
+called under the buffer's lock, so it must only take note."""
 
 
 class Contents(NamedTuple):
@@ -26,7 +28,8 @@ class Contents(NamedTuple):
 
 
 class LookupBuffer:
-    """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks. A state is a block here.
+    """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks.
+    A state is a block here.
 
     max_bytes: of all blocks, over all workers. Taken blocks are dropped first, then the oldest ones.
     """
@@ -42,17 +45,22 @@ class LookupBuffer:
         return len(self._fresh) + len(self._taken)
 
     def holds(self, key: bytes) -> bool:
-        """True if the block is here. A block that was taken counts as new again, since it has just been computed."""
+        """True if the block is here. A block that was taken counts as new again,
+        since it has just been computed."""
         with self._lock:
             if key in self._taken:
                 self._fresh[key] = self._taken.pop(key)
             return key in self._fresh
 
-    def insert(self, blocks: Sequence[tuple[bytes, Tensor]], wait: Callable[[], None], num_bytes: int) -> None:
-        """Add the blocks of a step, the first ones of a prompt before its next ones; those that are here are left.
+    def insert(
+        self, blocks: Sequence[tuple[bytes, Tensor]], wait: Callable[[], None], num_bytes: int
+    ) -> None:
+        """Add the blocks of a step, the first ones of a prompt before its next ones;
+        those that are here are left.
 
-        num_bytes: of each, over all workers, so that all of them keep the same ones. wait: returns once all hold what
-        they should. Of blocks that do not all fit, the first ones stay: what follows a missing block is of no use.
+        num_bytes: of each, over all workers, so that all of them keep the same ones. wait: returns once all
+        hold what they should. Of blocks that do not all fit, the first ones stay: what follows a missing
+        block is of no use.
         """
         came, gone = [], []
         with self._lock:
@@ -70,7 +78,8 @@ class LookupBuffer:
                 listener(came, gone)
 
     def drop_select(self, key: bytes) -> Contents | None:
-        """The block, which is from now on the next to be dropped but for those taken before; None if it is not here."""
+        """The block, which is from now on the next to be dropped but for those taken before;
+        None if it is not here."""
         with self._lock:
             contents = self._fresh.pop(key, None) or self._taken.pop(key, None)
             if contents is not None:

@@ -1,7 +1,9 @@
-"""Disaggregated prefill: a producer's blocks go to consumers over sockets (vLLM V0's connector, by block hashes).
+"""Disaggregated prefill: a producer's blocks go to consumers over sockets (vLLM V0's connector,
+by block hashes).
 
-The producer's worker puts every block that becomes full into a LookupBuffer and announces it, before the step's tokens
-leave the engine. A consumer takes what was announced. No request carries parameters: a hash says everything.
+The producer's worker puts every block that becomes full into a LookupBuffer and announces it, before the
+step's tokens leave the engine. A consumer takes what was announced. No request carries parameters: a hash
+says everything.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class LookupBufferScheduler(BlockStore):
 class LookupBufferWorker(KVConnectorWorker):
     """Fills the buffer as a producer, and asks the workers of the same rank of producers as a consumer.
 
-    A load asks for all its blocks at once, and takes them as they come. It ends at its deadline, whatever the producer
-    does; a connection that failed is made anew for a later load.
+    A load asks for all its blocks at once, and takes them as they come. It ends at its deadline, whatever the
+    producer does; a connection that failed is made anew for a later load.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -80,7 +82,8 @@ class LookupBufferWorker(KVConnectorWorker):
         self._landing: WeakKeyDictionary[CacheBlocks, Tensor] = WeakKeyDictionary()
         self._not_before: dict[int, float] = {}
 
-    # -- a consumer --------------------------------------------------------------------------------------------------
+    # -- a consumer
+    # --------------------------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         for load in metadata.loads:
@@ -96,11 +99,14 @@ class LookupBufferWorker(KVConnectorWorker):
             self._hang_up(source)  # what was asked for and is not wanted any longer
 
     def _ask(self, source: int, keys: list[bytes]) -> None:
-        """Ask a producer for blocks, with a connection if there is none. What fails shows when they are to be taken."""
+        """Ask a producer for blocks, with a connection if there is none.
+        What fails shows when they are to be taken."""
         if source < 0 or (source not in self._pipes and time.monotonic() < self._not_before.get(source, 0.0)):
             return
         try:
-            if source in self._pipes and not self._pipes[source].is_quiet:  # it has died since it was used last
+            if (
+                source in self._pipes and not self._pipes[source].is_quiet
+            ):  # it has died since it was used last
                 self._hang_up(source)
             if source not in self._pipes:
                 self._pipes[source] = self._gate.connect(self._peers[source], Purpose.BLOCKS, self._deadline)
@@ -138,7 +144,8 @@ class LookupBufferWorker(KVConnectorWorker):
         if pipe is not None:
             pipe.close()
 
-    # -- a producer --------------------------------------------------------------------------------------------------
+    # -- a producer
+    # --------------------------------------------------------------------------------------------------
 
     def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         if self._buffer is None or self._buffer.holds(key):
@@ -148,7 +155,9 @@ class LookupBufferWorker(KVConnectorWorker):
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         if self._buffer is not None:
             transfer = self.context.transfer
-            self._buffer.insert(data, wait, transfer.state_bytes if blocks is self.states else transfer.block_bytes)
+            self._buffer.insert(
+                data, wait, transfer.state_bytes if blocks is self.states else transfer.block_bytes
+            )
 
     def shutdown(self) -> None:
         if self._server is not None:

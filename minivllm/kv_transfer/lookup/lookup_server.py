@@ -25,7 +25,8 @@ FOREVER = float("inf")
 
 
 class LookupServer:
-    """Listens until it is closed, one thread per connection. Whatever a consumer does ends its own connection only."""
+    """Listens until it is closed, one thread per connection.
+    Whatever a consumer does ends its own connection only."""
 
     def __init__(self, address: Address, gate: Gate, buffer: LookupBuffer) -> None:
         """Raises ConfigError if it cannot listen there."""
@@ -88,7 +89,8 @@ class LookupServer:
                     self._pipes.discard(pipe)
 
     def _answer(self, pipe: Pipe) -> None:
-        """Send what is asked for, until the consumer goes. One that does not read in time loses its connection."""
+        """Send what is asked for, until the consumer goes.
+        One that does not read in time loses its connection."""
         while not self._is_closed:
             request = pipe.receive_message(DropSelect, FOREVER)
             deadline = time.monotonic() + self._gate.timeout

@@ -1,7 +1,7 @@
 """A pipe between two engines: short messages and tensors, in order, over a socket (vLLM V0's Pipe).
 
-Every call has a deadline. Nothing is read beyond what was expected: a message has a bound and a type, a tensor exactly
-the size that the receiver knows already. Nothing is ever unpickled.
+Every call has a deadline. Nothing is read beyond what was expected: a message has a bound and a type, a
+tensor exactly the size that the receiver knows already. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 class Pipe:
     """One end of a connection; each direction is for one thread at a time.
 
-    deadline: value of time.monotonic() at which a call gives up. All calls raise OSError when the connection ends or
-    the deadline is over (TimeoutError), and ValueError for what is no message of ours.
+    deadline: value of time.monotonic() at which a call gives up. All calls raise OSError when the connection
+    ends or the deadline is over (TimeoutError), and ValueError for what is no message of ours.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -119,7 +119,8 @@ class Pipe:
 
     @property
     def is_quiet(self) -> bool:
-        """False if there is something to read: where nothing was asked for, that is the end of the connection."""
+        """False if there is something to read:
+        where nothing was asked for, that is the end of the connection."""
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
@@ -167,8 +168,8 @@ class Address:
         )
 
     def beside(self, rank: int) -> Address:
-        """Where the worker of this rank listens if that of rank 0 listens here: "/path.1", or the next ports. Raises
-        ConfigError if there is no such place."""
+        """Where the worker of this rank listens if that of rank 0 listens here: "/path.1", or the next ports.
+        Raises ConfigError if there is no such place."""
         if not rank:
             return self
         if self.path:
@@ -217,7 +218,8 @@ class Address:
             return listener
         except OSError as error:
             raise ConfigError(
-                f"The connector cannot listen at {self.text} ({error.strerror or error}): choose another address."
+                f"The connector cannot listen at {self.text} ({error.strerror or error}): choose another "
+                "address."
             ) from None
 
     def _remove_left_behind(self) -> None:

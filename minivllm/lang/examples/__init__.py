@@ -1,4 +1,5 @@
-"""Five programs, one for each thing that the language does: chain, choice, branches, structure, an agent with tools.
+"""Five programs, one for each thing that the language does:
+chain, choice, branches, structure, an agent with tools.
 
 May import: lang.
 """

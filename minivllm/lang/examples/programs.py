@@ -86,8 +86,11 @@ TOOLS: Mapping[str, tuple[type, Callable[..., str]]] = {"add": (Sum, add), "day_
 
 
 @program
-async def assist(s: State, task: str, tools: Mapping[str, tuple[type, Callable[..., str]]] = TOOLS) -> list[Any]:
-    """An agent: it chooses a tool, writes its arguments, and reads the result, until it stops or after 4 calls."""
+async def assist(
+    s: State, task: str, tools: Mapping[str, tuple[type, Callable[..., str]]] = TOOLS
+) -> list[Any]:
+    """An agent: it chooses a tool, writes its arguments, and reads the result,
+    until it stops or after 4 calls."""
     s += system("You solve tasks with tools: " + ", ".join(tools) + ". Say the name of a tool, or stop.")
     s += user(task)
     results: list[Any] = []

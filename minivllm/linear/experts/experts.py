@@ -1,7 +1,7 @@
 """The weights of a layer's experts, stacked.
 
-Experts are stored and quantised as all linear layers are: the tensors that a ``LinearMethod`` prepares for each expert
-are stacked along a first dimension; of weights that oneDNN packs, the bytes are.
+Experts are stored and quantised as all linear layers are: the tensors that a ``LinearMethod`` prepares for
+each expert are stacked along a first dimension; of weights that oneDNN packs, the bytes are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _Stack:
             self.tensors = tuple(_room(self.num_experts, one) for one in linear.tensors)
         if linear.method != self.method:
             raise ModelError(
-                f"The experts of one layer are stored in different ways ({self.method} and {linear.method}), which "
+                f"The experts of one layer are stored in different ways ({self.method} and {linear.method}), "
+                "which "
                 f"cannot be multiplied together: use a checkpoint in which all are stored alike."
             )
         for one, other in zip(self.tensors, linear.tensors, strict=True):
@@ -71,9 +72,9 @@ def _room(count: int, tensor: Tensor) -> Tensor:
 class Experts:
     """The MLPs of all experts of a layer: down(activation(gate(x)) * up(x)), with ``inner`` values between.
 
-    split over shards as ``Linear``s are: every shard has a part of every expert. own: its range of the ``inner``
-    values; left out, they are divided evenly. is_part: see ExpertsMethod, on a CPU only. Raises ConfigError where the
-    device cannot multiply them.
+    split over shards as ``Linear``s are: every shard has a part of every expert. own: its range of the
+    ``inner`` values; left out, they are divided evenly. is_part: see ExpertsMethod, on a CPU only. Raises
+    ConfigError where the device cannot multiply them.
     """
 
     def __init__(
@@ -168,7 +169,8 @@ def _choose_restorable(choose: ChooseMethod, name: str, weight: StoredWeight) ->
         return method
     if isinstance(weight, Tensor):
         raise ConfigError(
-            f"Experts cannot be rounded to the format of {type(method).__name__}: use quantization='int8' or 'int4'."
+            f"Experts cannot be rounded to the format of {type(method).__name__}: use quantization='int8' or "
+            "'int4'."
         )
     return None
 

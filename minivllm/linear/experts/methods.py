@@ -1,7 +1,7 @@
 """How the experts of a layer are multiplied: in a loop on a CPU, all at once on a GPU.
 
-An expert's two products are those of a ``LinearMethod``. Every ``ExpertsMethod`` can be traced into a region: where
-only running it tells which experts are hit, it is one operator to the compiler.
+An expert's two products are those of a ``LinearMethod``. Every ``ExpertsMethod`` can be traced into a region:
+where only running it tells which experts are hit, it is one operator to the compiler.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from minivllm.weights.stored_weight import StoredWeight
 _few_rows: dict[str, Callable] = {}
 """The compiled loops of ``LoopedExperts.compile_few_rows``, by what tells one method from another."""
 _packed: dict[tuple[int, int, int], Tensor] = {}
-"""Packed weights by the address of their bytes and their shape: making them takes longer than finding them. They do not
-keep the bytes; one whose bytes have gone is never asked for, unless another one of this shape lies there now."""
+"""Packed weights by the address of their bytes and their shape: making them takes longer than finding them.
+They do not keep the bytes; one whose bytes have gone is never asked for, unless another one of this shape
+lies there now."""
 
 ExpertActivation = str | ClampedSwiglu
 """A name that ``gated_activation`` knows, or gpt-oss' own."""
@@ -78,8 +79,9 @@ class StackedPackedLinear(LinearMethod):
 class ExpertsMethod(ABC):
     """How the experts of a layer are computed. Immutable and compared by value, as a LinearMethod is.
 
-    gate_up, down: how each expert's products are. num_gate_up: tensors that the first one has. has_bias: whether the
-    last tensor of each product is its bias. is_part: other workers have more experts, whose id here is num_experts.
+    gate_up, down: how each expert's products are. num_gate_up: tensors that the first one has. has_bias:
+    whether the last tensor of each product is its bias. is_part: other workers have more experts, whose id
+    here is num_experts.
     """
 
     num_experts: int
@@ -94,13 +96,15 @@ class ExpertsMethod(ABC):
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """x [tokens, hidden], ids int64 and weights float32 [tokens, top_k] -> [tokens, hidden].
 
-        tensors: of gate_up, then of down, each with the experts along its first dimension. A pure function of tensors.
+        tensors: of gate_up, then of down, each with the experts along its first dimension.
+        A pure function of tensors.
         """
 
 
 @dataclass(frozen=True)
 class LoopedExperts(ExpertsMethod):
-    """One hit expert after the other, each with the linear methods' own products. For CPUs, and for all formats."""
+    """One hit expert after the other, each with the linear methods' own products.
+    For CPUs, and for all formats."""
 
     def __post_init__(self) -> None:
         define_loop(repr(self), self._loop)
@@ -118,17 +122,28 @@ class LoopedExperts(ExpertsMethod):
             return self.down.apply(rows, tuple(stacked[expert] for stacked in second))
 
         run = _few_rows.get(repr(self))
-        few = None if run is None else FewRows(MAX_ROWS, lambda rows, experts: run(rows, experts, first, second))
+        few = (
+            None
+            if run is None
+            else FewRows(MAX_ROWS, lambda rows, experts: run(rows, experts, first, second))
+        )
         nobody = self.num_experts if self.is_part else None
-        return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody, few)
+        return loop(
+            x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody, few
+        )
 
     def compile_few_rows(self, compile_region: CompileRegion, hidden: int, inner: int) -> None:
-        """Have compiled loops for the experts that few rows of a step go to, if their weights can be read so."""
+        """Have compiled loops for the experts that few rows of a step go to,
+        if their weights can be read so."""
         shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-        if not isinstance(self.gate_up, StackedPackedLinear) or not all(is_readable(*own) for own in shapes.values()):
+        if not isinstance(self.gate_up, StackedPackedLinear) or not all(
+            is_readable(*own) for own in shapes.values()
+        ):
             return
 
-        def product(x: Tensor, experts: Tensor, shape: tuple[int, int], memory: Tensor, *bias: Tensor) -> Tensor:
+        def product(
+            x: Tensor, experts: Tensor, shape: tuple[int, int], memory: Tensor, *bias: Tensor
+        ) -> Tensor:
             words = memory.view(-1, *words_shape(*shape))
             return few_rows_products(x, words[experts], *(stacked[experts] for stacked in bias))
 
@@ -155,8 +170,9 @@ class LoopedExperts(ExpertsMethod):
 
 @dataclass(frozen=True)
 class GroupedExperts(ExpertsMethod):
-    """All at once, without asking the device which experts are hit: a single token's matrices are read where they are,
-    several tokens are sorted and multiplied in groups. Quantised matrices are restored for the call."""
+    """All at once, without asking the device which experts are hit: a single token's matrices are read where
+    they are, several tokens are sorted and multiplied in groups. Quantised matrices are restored for the
+    call."""
 
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         first, second = tuple(tensors[: self.num_gate_up]), tuple(tensors[self.num_gate_up :])

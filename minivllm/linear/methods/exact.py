@@ -36,7 +36,13 @@ from kernels_triton_free.packed.tiles import (
     weight_in,
     words_in,
 )
-from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights, uncompiled_copies, with_bias
+from minivllm.linear.methods.method import (
+    LinearMethod,
+    LinearTensors,
+    kept_weights,
+    uncompiled_copies,
+    with_bias,
+)
 from minivllm.weights.stored_weight import StoredWeight
 
 COMPARED_ROWS = 1024
@@ -64,7 +70,8 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight packed for this CPU by oneDNN.
 
-    reads_words: compiled code for a few rows reads the memory of the packed weight, which is the second tensor then.
+    reads_words: compiled code for a few rows reads the memory of the packed weight,
+    which is the second tensor then.
     """
 
     out_features: int
@@ -146,8 +153,9 @@ class LoopedLinear(LinearMethod):
     """The weight in words of 16 or 32 bits, which compiled loops read for any number of rows (see
     ``kernels_triton_free.packed.code_words``). Tensors: words, bias.
 
-    For CPUs with AVX2 and no more, whose library reads a weight of float32 for one row at half the speed of memory, and
-    has no fast product of bfloat16. Code that is not compiled, for as long as that takes, multiplies a copy.
+    For CPUs with AVX2 and no more, whose library reads a weight of float32 for one row at half the speed of
+    memory, and has no fast product of bfloat16. Code that is not compiled, for as long as that takes,
+    multiplies a copy.
     """
 
     out_features: int
@@ -185,17 +193,19 @@ class LoopedLinear(LinearMethod):
         return inputs % 2 if self.bits == 16 else 0
 
 
-def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest exact method for unquantised weights [out_features, in_features] on this device, whether code is
-    compiled or not. If it is, ``looped`` and ``tiled`` may know a faster one."""
+def choose_linear_method(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> LinearMethod:
+    """The fastest exact method for unquantised weights [out_features, in_features] on this device, whether
+    code is compiled or not. If it is, ``looped`` and ``tiled`` may know a faster one."""
     if device.type == "cpu" and can_pack(dtype):
         return PackedLinear(out_features, reads_words=is_readable(out_features, in_features))
     return PlainLinear()
 
 
 def looped(weight: StoredWeight, dtype: torch.dtype) -> LoopedLinear | None:
-    """How compiled loops multiply weight [out, in] in ``dtype``; None: they do not. A weight's values tell its bits:
-    those of a checkpoint of bfloat16 are as exact in 16 where everything is computed in float32."""
+    """How compiled loops multiply weight [out, in] in ``dtype``; None: they do not. A weight's values tell
+    its bits: those of a checkpoint of bfloat16 are as exact in 16 where everything is computed in float32."""
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     rows, inputs = weight.shape
@@ -207,5 +217,6 @@ def looped(weight: StoredWeight, dtype: torch.dtype) -> LoopedLinear | None:
 
 
 def tiled(weight: StoredWeight, dtype: torch.dtype) -> TiledLinear | None:
-    """How compiled code multiplies weight [out, in] by the products of bfloat16 of this CPU; None: it does not."""
+    """How compiled code multiplies weight [out, in] by the products of bfloat16 of this CPU;
+    None: it does not."""
     return TiledLinear(weight.shape[0]) if dtype == torch.bfloat16 and can_tile(*weight.shape) else None

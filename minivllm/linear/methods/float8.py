@@ -13,7 +13,8 @@ from minivllm.weights.stored_weight import FLOAT8_MAX, RowScaledWeight, StoredWe
 
 @dataclass(frozen=True)
 class Float8Linear(LinearMethod):
-    """float8_e4m3 weights with a scale per output, and activations with a scale per token, multiplied as float8.
+    """float8_e4m3 weights with a scale per output, and activations with a scale per token,
+    multiplied as float8.
 
     Tensors: weight [in, out] (a transposed view), scale [1, out], bias.
     """

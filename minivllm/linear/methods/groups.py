@@ -18,7 +18,8 @@ from minivllm.weights.stored_weight import GroupedWeight, StoredWeight, in_group
 class DequantizedGroupLinear(LinearMethod):
     """Groups of inputs with a scale and an offset each, for GPUs. Tensors: codes, scale, offset, bias.
 
-    bits 4 stores two codes per byte: inputs i and i + in / 2 share byte i, so that unpacking is two contiguous halves.
+    bits 4 stores two codes per byte:
+    inputs i and i + in / 2 share byte i, so that unpacking is two contiguous halves.
     """
 
     group_size: int
@@ -62,7 +63,8 @@ class DequantizedGroupLinear(LinearMethod):
 
 @dataclass(frozen=True)
 class OrderedInputs(LinearMethod):
-    """A weight whose inputs lie in another order. method: multiplies them so. Tensors: the order, the method's own."""
+    """A weight whose inputs lie in another order. method: multiplies them so.
+    Tensors: the order, the method's own."""
 
     method: LinearMethod
 
@@ -76,7 +78,8 @@ class OrderedInputs(LinearMethod):
 
 @dataclass(frozen=True)
 class SpreadGroups(LinearMethod):
-    """Groups of ``size`` inputs for a method whose smallest are of ``wide`` ones: zeros fill up the inputs of a group.
+    """Groups of ``size`` inputs for a method whose smallest are of ``wide`` ones:
+    zeros fill up the inputs of a group.
 
     Exact, for twice the bytes of the codes where size is half of wide.
     """

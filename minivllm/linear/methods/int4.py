@@ -19,11 +19,12 @@ PREPARED_ELEMENTS = 4_194_304
 
 @dataclass(frozen=True)
 class Int4Linear(LinearMethod):
-    """Groups of inputs with a scale and an offset each, by the CPU's 4-bit operator. Tensors: packed, scales, bias.
+    """Groups of inputs with a scale and an offset each, by the CPU's 4-bit operator.
+    Tensors: packed, scales, bias.
 
-    bits 8 takes two planes of 4 bits, the upper with 16 times the scale: side by side along the inputs they are one
-    product, exact where the operator for 8 bits, which knows one scale per output only, would have to round again.
-    dtype: that of activations, to which scales and zeros are rounded once.
+    bits 8 takes two planes of 4 bits, the upper with 16 times the scale: side by side along the inputs they
+    are one product, exact where the operator for 8 bits, which knows one scale per output only, would have to
+    round again. dtype: that of activations, to which scales and zeros are rounded once.
     """
 
     out_features: int
@@ -43,7 +44,11 @@ class Int4Linear(LinearMethod):
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         out = int4_linear(
-            self._for_planes(x), tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, self.group_size
+            self._for_planes(x),
+            tensors[0],
+            tensors[1],
+            tensors[2] if len(tensors) > 2 else None,
+            self.group_size,
         )
         return out if self.out_features % INT4_LANES == 0 else out[:, : self.out_features]
 
@@ -68,7 +73,9 @@ class Int4Linear(LinearMethod):
         rows, inputs = codes.shape
         scale_and_zero = self._scales_of_planes(scale_and_zero)
         padding = -rows % INT4_LANES
-        packed = torch.empty(rows + padding, scale_and_zero.shape[0] * self.group_size // 2, dtype=torch.uint8)
+        packed = torch.empty(
+            rows + padding, scale_and_zero.shape[0] * self.group_size // 2, dtype=torch.uint8
+        )
         step = max(INT4_LANES, PREPARED_ELEMENTS // inputs // INT4_LANES * INT4_LANES)
         for first in range(0, rows, step):
             planes = self._in_planes(codes[first : first + step])
@@ -81,7 +88,8 @@ class Int4Linear(LinearMethod):
         return torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
 
     def _scales_of_planes(self, scale_and_zero: Tensor) -> Tensor:
-        """Their scales: 16 times as much is exact, so what two planes add up to is the code times its scale."""
+        """Their scales: 16 times as much is exact,
+        so what two planes add up to is the code times its scale."""
         if self.bits == 4:
             return scale_and_zero
         scale, zero = scale_and_zero.unbind(-1)

@@ -41,8 +41,9 @@ class Int8Linear(LinearMethod):
 
 
 class WholeInt8Linear(Int8Linear):
-    """The same where compiled code multiplies whole numbers (see ``kernels_triton_free.packed.whole_numbers``): inputs
-    are rounded to 14 bits or more. For CPUs with AVX2 and no more."""
+    """The same where compiled code multiplies whole numbers (see
+    ``kernels_triton_free.packed.whole_numbers``): inputs are rounded to 14 bits or more. For CPUs with AVX2
+    and no more."""
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -65,10 +66,12 @@ class DequantizedInt8Linear(Int8Linear):
 
 @dataclass(frozen=True)
 class RoundedInputs(LinearMethod):
-    """Inputs of 8 bits: whole numbers with a scale per token, found as the tokens come, as compressed-tensors does it.
+    """Inputs of 8 bits: whole numbers with a scale per token, found as the tokens come,
+    as compressed-tensors does it.
 
-    The scale is the largest magnitude / 127.5, a number is round(x / scale) within -128 to 127. method: multiplies the
-    numbers with an int8 weight; products of such numbers are exact in every dtype. Tensors: the method's two, bias.
+    The scale is the largest magnitude / 127.5, a number is round(x / scale) within -128 to 127. method:
+    multiplies the numbers with an int8 weight; products of such numbers are exact in every dtype. Tensors:
+    the method's two, bias.
     """
 
     method: Int8Linear

@@ -31,8 +31,9 @@ class LinearMethod(ABC):
     """How a linear layer stores its weight and computes its product. Quantisation plugs in here.
 
     Methods are immutable and compare by value: layers with equal methods share one compiled region.
-    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight. scales_tokens:
-    whether all inputs of a token are rounded by the largest of them, so that workers who divide them have to agree.
+    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight.
+    scales_tokens: whether all inputs of a token are rounded by the largest of them, so that workers who
+    divide them have to agree.
     """
 
     gathers_rows: ClassVar[bool] = False
@@ -40,21 +41,23 @@ class LinearMethod(ABC):
 
     @property
     def has_loops(self) -> bool:
-        """Whether code that is compiled for a few rows multiplies in another way than code for more, so that it is
-        worth having."""
+        """Whether code that is compiled for a few rows multiplies in another way than code for more,
+        so that it is worth having."""
         return False
 
     @property
     def rows_read(self) -> tuple[tuple[int, int | None], ...]:
-        """Of each of the first tensors: the least and the most rows whose compiled code reads it. Further tensors are
-        read for any number."""
+        """Of each of the first tensors: the least and the most rows whose compiled code reads it.
+        Further tensors are read for any number."""
         return ()
 
     def read_by(self, rows: int, tensors: LinearTensors) -> LinearTensors:
         """The tensors that compiled code for so many rows reads; of views on the same memory, one."""
         ranges = (*self.rows_read, *[(1, None)] * len(tensors))
         return tuple(
-            tensor for tensor, (least, most) in zip(tensors, ranges) if least <= rows and (most is None or rows <= most)
+            tensor
+            for tensor, (least, most) in zip(tensors, ranges)
+            if least <= rows and (most is None or rows <= most)
         )
 
     def mapped(self, tensors: LinearTensors, change: Callable[[Tensor], Tensor]) -> LinearTensors:
@@ -63,12 +66,15 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        """Turn weight [out, in] and bias [out] into what ``kept`` readies for ``apply``; the originals are dropped."""
+        """Turn weight [out, in] and bias [out] into what ``kept`` readies for ``apply``;
+        the originals are dropped."""
 
     def kept(self, tensors: LinearTensors) -> LinearTensors:
-        """What ``prepare`` gave, in memory for as long as a model lives (see ``WeightMemory``): what a checkpoint hands
-        out may lie in its mapped file."""
-        return tuple(kept_weights.copy(tensor) if tensor.device.type == "cpu" else tensor for tensor in tensors)
+        """What ``prepare`` gave, in memory for as long as a model lives (see ``WeightMemory``): what a
+        checkpoint hands out may lie in its mapped file."""
+        return tuple(
+            kept_weights.copy(tensor) if tensor.device.type == "cpu" else tensor for tensor in tensors
+        )
 
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
@@ -80,7 +86,8 @@ class LinearMethod(ABC):
         return first, second
 
     def apply_part(self, x: Tensor, tensors: LinearTensors, largest: Tensor) -> Tensor:
-        """``apply`` to a part of the inputs, where ``scales_tokens``. largest: ``largest_inputs`` of all of them."""
+        """``apply`` to a part of the inputs, where ``scales_tokens``.
+        largest: ``largest_inputs`` of all of them."""
         raise NotImplementedError(f"{type(self).__name__} does not round its inputs.")
 
     def rounded(self, weight: Tensor) -> StoredWeight:

@@ -17,7 +17,12 @@ from kernels_triton_free.packed.code_words import (
     rows_of_words,
 )
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, int8_tiled_linear_halves, tile_int8
+from kernels_triton_free.packed.int8_tiles import (
+    Int8Tiles,
+    int8_tiled_linear,
+    int8_tiled_linear_halves,
+    tile_int8,
+)
 from kernels_triton_free.packed.rows import MAX_ROWS, has_few_rows, has_single_row
 from kernels_triton_free.packed.tiles import can_halve
 from kernels_triton_free.packed.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
@@ -38,8 +43,8 @@ class WordsInt4Linear(Int4Linear):
     """The same where compiled code for one row, for a few or for all reads codes in words (see
     ``kernels_triton_free.packed.code_words``), and other code something else. Tensors: the words come first.
 
-    Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
-    over a copy that is packed when it is needed first.
+    Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the
+    operator over a copy that is packed when it is needed first.
     """
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
@@ -64,11 +69,11 @@ class WordsInt4Linear(Int4Linear):
 
 
 class LoopedInt4Linear(WordsInt4Linear):
-    """The same where a CPU has no products of bfloat16: all compiled code reads the words, of which there is one copy.
-    Tensors: words, bias.
+    """The same where a CPU has no products of bfloat16:
+    all compiled code reads the words, of which there is one copy. Tensors: words, bias.
 
-    On two cores of Zen 3, which has AVX2 and no more, PyTorch's operator took 200 ms for one row of SmolLM2-135M in
-    float32.
+    On two cores of Zen 3, which has AVX2 and no more,
+    PyTorch's operator took 200 ms for one row of SmolLM2-135M in float32.
     """
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
@@ -88,13 +93,13 @@ class LoopedInt4Linear(WordsInt4Linear):
 
 @dataclass(frozen=True)
 class WholeInt4Linear(WordsInt4Linear):
-    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to whole numbers, and its
-    inputs to more bits than that (see ``kernels_triton_free.packed.whole_numbers``). Tensors: words, those of
-    WholeNumbers, bias.
+    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to whole numbers, and
+    its inputs to more bits than that (see ``kernels_triton_free.packed.whole_numbers``). Tensors: words,
+    those of WholeNumbers, bias.
 
-    With words of 4 bits, which take 0.75 bytes a weight with scales of float32, it takes 1.76 in all. Code for a few
-    rows has sums for no more than those: a step of four requests took 23 ms in place of 29, of two 21 in place of 27
-    (two cores of Zen 3, SmolLM2-135M).
+    With words of 4 bits, which take 0.75 bytes a weight with scales of float32, it takes 1.76 in all. Code
+    for a few rows has sums for no more than those: a step of four requests took 23 ms in place of 29, of two
+    21 in place of 27 (two cores of Zen 3, SmolLM2-135M).
     rounded_bits: of the whole numbers, 8 or 10.
     """
 
@@ -129,9 +134,10 @@ class TiledInt4Linear(WordsInt4Linear):
     """The same where a CPU multiplies bfloat16: more rows by tiles, another copy of the codes (see
     ``kernels_triton_free.packed.int4_tiles``). Tensors: words, tiles, their scales, bias.
 
-    Two cores with AMX took for the products of SmolLM2-135M, the operator / tiles [ms]: 4 rows 7.6 / 9.6, 16 rows
-    23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A step of 16 rows took 19.8 ms
-    in place of 29 on two cores of Zen 5, without AMX.
+    Two cores with AMX took for the products of SmolLM2-135M, the operator / tiles [ms]:
+    4 rows 7.6 / 9.6, 16 rows
+    23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A step of 16 rows
+    took 19.8 ms in place of 29 on two cores of Zen 5, without AMX.
     """
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
@@ -154,13 +160,15 @@ class TiledInt4Linear(WordsInt4Linear):
             return self._apply_operator(x, words, bias)
         if has_few_rows(x):
             return code_words_linear(x, words, self.bits, *bias)
-        return int4_tiled_linear(self._for_planes(x), tiles, scale_and_zero, bias[0] if bias else None, self.group_size)
+        return int4_tiled_linear(
+            self._for_planes(x), tiles, scale_and_zero, bias[0] if bias else None, self.group_size
+        )
 
 
 class RestoredInt4Linear(WordsInt4Linear):
-    """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would restore
-    twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 1.3, by codes in words 2.2
-    (of Zen 4), where those take 0.95 for one row. Tensors: words, those of TiledLinear."""
+    """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would
+    restore twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 1.3, by
+    codes in words 2.2 (of Zen 4), where those take 0.95 for one row. Tensors: words, those of TiledLinear."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
@@ -186,8 +194,8 @@ class RestoredInt4Linear(WordsInt4Linear):
 
 
 class RoundedInt4Linear(WordsInt4Linear):
-    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
-    ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias."""
+    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its
+    inputs (see ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)

@@ -1,7 +1,8 @@
-"""The decoder: the weights of every model whose layers are described by specs, and the plans that its program becomes.
+"""The decoder: the weights of every model whose layers are described by specs,
+and the plans that its program becomes.
 
-What it computes stands in ``program.py``; ``reference.py`` has the same arithmetic without regions, caches and fused
-products.
+What it computes stands in ``program.py``;
+``reference.py`` has the same arithmetic without regions, caches and fused products.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 
 class Decoder:
-    """Weights of a decoder whose layers are described by specs (see ``families``), and the runners of its program. A
-    ``Model``."""
+    """Weights of a decoder whose layers are described by specs (see ``families``),
+    and the runners of its program. A ``Model``."""
 
     feature_size = 0
 
@@ -66,12 +67,12 @@ class Decoder:
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
-        communicator: to the ranks that divide each layer, of which this is one. divides_experts: each of them has some
-        experts whole, not a part of every one. group: to the workers of all engines that divide the experts.
-        choose_method: picks the quantised method of each linear layer, if it gets one.
+        communicator: to the ranks that divide each layer, of which this is one. divides_experts: each of them
+        has some experts whole, not a part of every one. group: to the workers of all engines that divide the
+        experts. choose_method: picks the quantised method of each linear layer, if it gets one.
         cache_dtype: of the KV cache, if it is not attention_dtype.
-        stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage has the
-        embedding too, for a head that drafts there. sees: some steps have images.
+        stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage
+        has the embedding too, for a head that drafts there. sees: some steps have images.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
         self._communicator, self._group = communicator, group
@@ -86,17 +87,22 @@ class Decoder:
         self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in specs]
         self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
         own = {"lm_head": self.vocabulary}
-        parts = (Shard(rank, shard.size).own(config.vocab_size, VOCABULARY_UNIT) for rank in range(shard.size))
+        parts = (
+            Shard(rank, shard.size).own(config.vocab_size, VOCABULARY_UNIT) for rank in range(shard.size)
+        )
         self._vocabulary_widths = [part.stop - part.start for part in parts]
         self.head = factory.make({"lm_head": config.vocab_size}, config.hidden_size, False, "column", own)
-        # Where the embedding is looked up: a tensor of its own, or what the head's method has made of a tied one.
+        # Where the embedding is looked up:
+        # a tensor of its own, or what the head's method has made of a tied one.
         self.embedding: LinearTensors = ()
         self.embedding_method: LinearMethod = PlainLinear()
         self.final_norm = torch.empty(0)
         # A rounded length, so that compiled code on disk also serves other values of max_model_len.
         positions = 1 << (max_model_len - 1).bit_length()
         tables = [
-            rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(device)
+            rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(
+                device
+            )
             for rotary in config.rotary
         ]
         rotated = (0 if isinstance(spec.mixer, StateMixerSpec) else spec.mixer.rotary for spec in specs)
@@ -176,11 +182,13 @@ class Decoder:
                 self.layers[int(index) - self.first_layer].load(rest, tensor, self.device)
             else:
                 raise ModelError(
-                    f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
+                    f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place "
+                    "for."
                 )
 
     def _load_embedding(self, weight: StoredWeight) -> None:
-        """A tied embedding is kept once, as the head's weight, if the head's method can look up rows in that."""
+        """A tied embedding is kept once, as the head's weight,
+        if the head's method can look up rows in that."""
         if self.config.tie_word_embeddings:
             self.head.load("lm_head", "weight", weight)
             if self.head.method.gathers_rows and self._embeds:
@@ -194,7 +202,8 @@ class Decoder:
         self.embedding = (values[self.vocabulary].to(self.device),)
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every weight by ``change(weight)``. Regions take the weights as arguments, so they stay valid."""
+        """Replace every weight by ``change(weight)``.
+        Regions take the weights as arguments, so they stay valid."""
         is_tied = self.embedding is self.head.tensors
         for layer in self.layers:
             for stored in layer.stored:
@@ -212,20 +221,26 @@ class Decoder:
         """
         if self._methods() != other._methods():
             raise ModelError(
-                "The weights are quantised otherwise than those they replace, or need more bits: start a new engine "
+                "The weights are quantised otherwise than those they replace, or need more bits: start a new "
+                "engine "
                 "with them."
             )
         for layer, others in zip(self.layers, other.layers):
             layer.vectors = others.vectors
             for stored, theirs in zip(layer.stored, others.stored):
                 stored.tensors = theirs.tensors
-        self.head.tensors, self.embedding, self.final_norm = other.head.tensors, other.embedding, other.final_norm
+        self.head.tensors, self.embedding, self.final_norm = (
+            other.head.tensors,
+            other.embedding,
+            other.final_norm,
+        )
         self._rebind()
 
     def _methods(self) -> list[object]:
         return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
 
-    # -- the program ---------------------------------------------------------------------------------------------
+    # -- the program
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def stream_spec(self) -> TensorSpec:
@@ -238,7 +253,11 @@ class Decoder:
         return self._group is not None
 
     def plan(
-        self, tokens: TokenInputs, caches: Sequence[LayerCache], layers: int | None = None, result: str = "logits"
+        self,
+        tokens: TokenInputs,
+        caches: Sequence[LayerCache],
+        layers: int | None = None,
+        result: str = "logits",
     ) -> Plan:
         """The program of this worker, fused. tokens, caches: specs. layers: only so many."""
         own = self.layers[:layers]
@@ -249,7 +268,9 @@ class Decoder:
         program = decoder_program(self, own, self._vocabulary_widths, with_images=tokens.images is not None)
         return fuse(program, inputs, ranks=self.shard.size, results=(result,) if self.stage.is_last else ())
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
         """Have all regions compiled; layers that compute the same thing share one."""
         self._declared = tokens, caches
         for layer in self.layers:
@@ -268,7 +289,9 @@ class Decoder:
         features: Any = self.stream_spec
         return tokens._replace(images=ImageRows(features, is_image))
 
-    def _bind(self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits") -> BoundProgram:
+    def _bind(
+        self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits"
+    ) -> BoundProgram:
         """One more program with these weights. ``build_regions`` comes first."""
         program = BoundProgram(self.plan(*self._declared, layers, result), compile_region)
         self._programs.append(program)
@@ -284,15 +307,17 @@ class Decoder:
         return World(attend, self._communicator, self.stage, self._group, note_input)
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> ShortenedDecoder:
-        """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
-        compute the same, all regions are shared. ``build_regions`` comes first. All ranks have to be asked for the
-        same."""
+        """The decoder of the first ``count`` layers with this one's final norm and head; all weights and,
+        where they compute the same, all regions are shared. ``build_regions`` comes first. All ranks have to
+        be asked for the same."""
         return ShortenedDecoder(self, count, self._bind(compile_region, layers=count))
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
-        """Run all layers up to the last attention. Returns what follows it needs: o [tokens, kv_heads, G, D] of the
-        last attention, and the residual stream [tokens, hidden]; a stage before the last one, nothing: it sends the
-        stream on."""
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
+        """Run all layers up to the last attention. Returns what follows it needs: o [tokens, kv_heads, G, D]
+        of the last attention, and the residual stream [tokens, hidden]; a stage before the last one, nothing:
+        it sends the stream on."""
         tap, wanted = self.tap, list[Tensor]()
 
         def note_input(layer: int, stream: Tensor) -> None:
@@ -324,7 +349,9 @@ class Decoder:
             self._final = self._bind(lambda region: region.function, result="h")
         return self._final.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
-    def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
+    def compile_hidden_states(
+        self, compile_region: CompileRegion
+    ) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
         """``hidden_states``, compiled, for what needs them in every step."""
         program = self._bind(compile_region, result="h")
         return lambda hidden, rows, tokens: program.tail(hidden, rows, tokens, self.world(no_attention))[0]
@@ -339,7 +366,9 @@ class Decoder:
 
     def gather_vocabulary(self, x: Tensor) -> Tensor:
         """x [rows, this worker's part of the vocabulary] -> [rows, vocab]: what all workers have."""
-        return x if self._communicator is None else self._communicator.gather_columns(x, self._vocabulary_widths)
+        return (
+            x if self._communicator is None else self._communicator.gather_columns(x, self._vocabulary_widths)
+        )
 
 
 class ShortenedDecoder:
@@ -351,7 +380,9 @@ class ShortenedDecoder:
         self.weights_per_token = in_layers + whole.config.hidden_size * whole.head.out_features
         self.device, self.vocab_size = whole.device, whole.vocab_size
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
         """See Decoder."""
         return self._program.body(token_ids, tokens, caches, self._whole.world(attend))
 

@@ -49,8 +49,8 @@ class FeedForward(Protocol):
         """Take ``gate_proj.weight``, … by its name in the layer's ``mlp``."""
 
     def program(self, context: LayerContext, read: Name, is_shared: bool) -> Program:
-        """From the register ``read`` to "x", both [tokens, hidden]; where ranks divide the layer, their sum. is_shared:
-        the workers of several engines divide the experts."""
+        """From the register ``read`` to "x", both [tokens, hidden]; where ranks divide the layer, their sum.
+        is_shared: the workers of several engines divide the experts."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class GatedMlp:
         parts = {"gate_proj": spec.inner, "up_proj": spec.inner}
         own = own_inner(spec.inner, factory.shard)
         self._gate_up = factory.make(parts, hidden_size, spec.bias, "column", {name: own for name in parts})
-        self._down = factory.make({"down_proj": hidden_size}, spec.inner, spec.bias, "row", {"down_proj": own})
+        self._down = factory.make(
+            {"down_proj": hidden_size}, spec.inner, spec.bias, "row", {"down_proj": own}
+        )
         self.linears = (self._gate_up, self._down)
         self.stored = self.linears
 

@@ -1,7 +1,7 @@
 """One layer of a decoder: its mixer, its feed-forward part, and the norms around them.
 
-What a layer is stands in its spec, what it computes in its pieces. Layers with equal pieces share compiled regions,
-which take the weights as arguments.
+What a layer is stands in its spec, what it computes in its pieces. Layers with equal pieces share compiled
+regions, which take the weights as arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFa
 class DecoderLayer:
     """The weights of one layer, and its pieces."""
 
-    def __init__(self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
+    ) -> None:
         self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
         self.keeps_state = isinstance(spec.mixer, StateMixerSpec)
         self.mixer = make_mixer(spec.mixer, hidden_size, factory, attention_dtype)
@@ -94,8 +96,8 @@ class DecoderLayer:
         return [Piece(Norm(self.spec.norms.after_eps), (x,), {x: spec}, lambda: (self.vectors[name],))]
 
     def enter(self, name: str, stream: TensorSpec, *, adds: bool = True) -> tuple[list[Piece], Name]:
-        """What leads into a sublayer, and the register that it reads. name: of its norm. adds: "x" joins the residual
-        stream first."""
+        """What leads into a sublayer, and the register that it reads. name: of its norm.
+        adds: "x" joins the residual stream first."""
         eps, weights = self.spec.norms.eps, lambda: (self.vectors[name],)
         if name not in self.spec.norms.names:
             return ([Piece(Add(), ("stream", "x"), {"stream": stream})] if adds else []), "stream"
@@ -114,9 +116,12 @@ class DecoderLayer:
         return Attend(context.number, o, lambda: self.mixer.given(self.vectors))
 
     def behind(self, context: LayerContext, is_shared: bool) -> Program:
-        """From "o" to "x", which is still to be added to the stream. is_shared: see ``FeedForward.program``."""
+        """From "o" to "x", which is still to be added to the stream.
+        is_shared: see ``FeedForward.program``."""
         stream = context.stream
-        again, read = self.enter("input_layernorm", stream, adds=False) if self.mixer.reads_again else ([], "")
+        again, read = (
+            self.enter("input_layernorm", stream, adds=False) if self.mixer.reads_again else ([], "")
+        )
         enter, inner = self.enter("post_attention_layernorm", stream)
         return [
             *again,

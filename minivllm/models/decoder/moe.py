@@ -1,4 +1,5 @@
-"""The feed-forward part of a layer with experts: a router, experts of which each token uses a few, and a shared MLP."""
+"""The feed-forward part of a layer with experts:
+a router, experts of which each token uses a few, and a shared MLP."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "sh
 class Router:
     """The small weights that decide: always float32, never quantised.
 
-    tensors: those of _ROUTER_PARTS that the spec calls for, in that order: router [experts, hidden] and its bias
-    [experts], the correction [experts], and the gate of the shared MLP [1, hidden].
+    tensors: those of _ROUTER_PARTS that the spec calls for, in that order: router [experts, hidden] and its
+    bias [experts], the correction [experts], and the gate of the shared MLP [1, hidden].
     """
 
     def __init__(self, spec: MoeSpec, device: torch.device) -> None:
@@ -42,7 +43,9 @@ class Router:
         self._device = device
 
     def load(self, part: str, tensor: StoredWeight) -> None:
-        values = tensor.restore(torch.float32) if isinstance(tensor, QuantizedWeight) else tensor.to(torch.float32)
+        values = (
+            tensor.restore(torch.float32) if isinstance(tensor, QuantizedWeight) else tensor.to(torch.float32)
+        )
         place = self.parts.index(part)
         self.tensors = (*self.tensors[:place], values.clone().to(self._device), *self.tensors[place + 1 :])
 
@@ -171,5 +174,7 @@ class MixtureOfExperts:
         pieces = self._shared.pieces(context, read, "shared")
         if self._spec.shared_gate:
             router, gives = self._router, {"shared": context.stream}
-            pieces.append(Piece(GateShared(), ("shared", read), gives, lambda: (router.tensor(_ROUTER_PARTS[3]),)))
+            pieces.append(
+                Piece(GateShared(), ("shared", read), gives, lambda: (router.tensor(_ROUTER_PARTS[3]),))
+            )
         return pieces

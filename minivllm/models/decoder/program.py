@@ -8,8 +8,9 @@
                  AddNorm, MLP, Sum             norm -> gate, up -> down                        x
     AddNorm, Head, Gather, or Add and Send                                                    logits
 
-Fused for one rank, only attention cuts it, so the MLP of one layer and the projections of the next become one region.
-Where ranks divide the layers, sums cut it too (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts).
+Fused for one rank, only attention cuts it, so the MLP of one layer and the projections of the next become one
+region. Where ranks divide the layers, sums cut it too (Megatron-LM: Shoeybi et al. 2019, with ranges instead
+of equal parts).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embed:
-    """Rows of the embedding, scaled. here: the range of token ids that this rank has, where ranks divide them; rows of
-    others are zero."""
+    """Rows of the embedding, scaled.
+    here: the range of token ids that this rank has, where ranks divide them; rows of others are zero."""
 
     method: LinearMethod
     scale: float
@@ -81,12 +82,16 @@ class Head:
 
 
 def decoder_program(
-    decoder: Decoder, layers: Sequence[DecoderLayer], vocabulary_widths: Sequence[int], *, with_images: bool = False
+    decoder: Decoder,
+    layers: Sequence[DecoderLayer],
+    vocabulary_widths: Sequence[int],
+    *,
+    with_images: bool = False,
 ) -> Program:
     """The program of a decoder's stage. layers: all of the stage, or the first ones, for an early exit.
 
-    vocabulary_widths: tokens of the vocabulary that each rank has. with_images: of steps in which some tokens stand for
-    images; two more inputs say which, and what.
+    vocabulary_widths: tokens of the vocabulary that each rank has. with_images: of steps in which some tokens
+    stand for images; two more inputs say which, and what.
     """
     config, stage = decoder.config, decoder.stage
     stream = decoder.stream_spec
@@ -99,7 +104,11 @@ def decoder_program(
         items += [
             Piece(embed, ("token_ids",), {"stream": stream}, lambda: (decoder.embedding,)),
             Sum("stream", stream),
-            *([Piece(Overlay(), ("stream", "features", "is_image"), {"stream": stream})] if with_images else []),
+            *(
+                [Piece(Overlay(), ("stream", "features", "is_image"), {"stream": stream})]
+                if with_images
+                else []
+            ),
         ]
     else:
         items.append(Receive(stream))
@@ -109,8 +118,8 @@ def decoder_program(
         is_last = stage.is_last and layer is layers[-1]
         items += [
             *layer.ahead(context, is_first=number == 0),
-            # How many logits are wanted, and how often, is known to this engine alone: an MLP that engines share is
-            # computed before.
+            # How many logits are wanted, and how often, is known to this engine alone:
+            # an MLP that engines share is computed before.
             *([Pick()] if is_last and not is_shared else []),
             *layer.behind(context, is_shared),
             *([Pick()] if is_last and is_shared else []),

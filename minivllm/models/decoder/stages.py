@@ -12,8 +12,8 @@ from minivllm.specs.layers import LayerSpec
 
 
 def layers_of(stage: Stage, config: DecoderConfig) -> range:
-    """The layers of one stage. Every stage reads about as many weights for a token as the others: the last one those of
-    the head, the first one a row of the embedding."""
+    """The layers of one stage. Every stage reads about as many weights for a token as the others: the last
+    one those of the head, the first one a row of the embedding."""
     if stage.size == 1:
         return range(config.num_layers)
     known = {spec: layer.weights_per_token for spec, layer in _whole_layers(config).items()}
@@ -34,11 +34,15 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
         for spec, layer in _whole_layers(config).items()
     }
     return {
-        f"model.layers.{index}.{name}": shape for index, spec in enumerate(config.layers) for name, shape in known[spec]
+        f"model.layers.{index}.{name}": shape
+        for index, spec in enumerate(config.layers)
+        for name, shape in known[spec]
     }
 
 
 def _whole_layers(config: DecoderConfig) -> dict[LayerSpec, DecoderLayer]:
     """One of each kind, without weights."""
     factory = LinearFactory(torch.float32, torch.device("cpu"))
-    return {spec: DecoderLayer(spec, config.hidden_size, factory, torch.float32) for spec in set(config.layers)}
+    return {
+        spec: DecoderLayer(spec, config.hidden_size, factory, torch.float32) for spec in set(config.layers)
+    }

@@ -1,4 +1,5 @@
-"""Grouped-query attention: from a layer's input to queries, keys and values, and from attention's output on."""
+"""Grouped-query attention: from a layer's input to queries, keys and values,
+and from attention's output on."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class MeanSquares:
 
 @dataclass(frozen=True)
 class RotateAndStore:
-    """Norms q and k, rotates both, stores k and v, and gives q [tokens, kv_heads, G, D] in attention_dtype."""
+    """Norms q and k, rotates both, stores k and v, and gives q [tokens, kv_heads, G,
+    D] in attention_dtype."""
 
     heads: int
     kv_heads: int
@@ -58,14 +60,16 @@ class RotateAndStore:
     query_scaling: PositionScaling | None
 
     def __call__(self, qkv: Tensor, positions: Tensor, cache: LayerCache, *values: Any) -> Tensor:
-        """values: [mean squares of q and k over the heads of all ranks], rotary table, weights of the norms of q and
-        k; None where there is no such thing."""
+        """values: [mean squares of q and k over the heads of all ranks], rotary table, weights of the norms
+        of q and k; None where there is no such thing."""
         *mean_squares, cos_sin, q_weight, k_weight = values
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
         if self.norm == "whole width":
             of_q, of_k = (
-                mean_squares[0].split(1, dim=-1) if mean_squares and mean_squares[0] is not None else (None, None)
+                mean_squares[0].split(1, dim=-1)
+                if mean_squares and mean_squares[0] is not None
+                else (None, None)
             )
             q, k = rms_norm(q, q_weight, self.norm_eps, of_q), rms_norm(k, k_weight, self.norm_eps, of_k)
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
@@ -91,7 +95,9 @@ class GateOutput:
 
     product: Product
 
-    def __call__(self, values: Tensor, read: Tensor, adapters: RowAdapters | None, arguments: LinearTensors) -> Tensor:
+    def __call__(
+        self, values: Tensor, read: Tensor, adapters: RowAdapters | None, arguments: LinearTensors
+    ) -> Tensor:
         return values * torch.sigmoid(self.product(read, arguments, adapters))
 
 
@@ -113,7 +119,9 @@ class SelfAttention:
         ranges, width = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, spec.heads * spec.head_dim
         self.qkv = factory.make(parts, hidden_size * spec.qkv_inputs, spec.qkv_bias, "column", ranges)
         self.o = factory.make({"o_proj": hidden_size}, width, spec.o_bias, "row", {"o_proj": queries})
-        gate = partial(factory.make, {"g_proj": width}, hidden_size, spec.qkv_bias, "column", {"g_proj": queries})
+        gate = partial(
+            factory.make, {"g_proj": width}, hidden_size, spec.qkv_bias, "column", {"g_proj": queries}
+        )
         self.gate = gate() if spec.output_gate else None
         self.linears = (self.qkv, self.o) if self.gate is None else (self.qkv, self.gate, self.o)
         self.reads_again = spec.output_gate
@@ -155,7 +163,9 @@ class SelfAttention:
             sizes = (self.heads * dim, self.kv_heads * dim, self.kv_heads * dim)
             wholes = (spec.heads * dim, spec.kv_heads * dim)
             squares = TensorSpec((TOKENS, 2), torch.float32, qkv.device)
-            items.append(Piece(MeanSquares(sizes, wholes, self._own.is_first), ("qkv",), {"squares": squares}))
+            items.append(
+                Piece(MeanSquares(sizes, wholes, self._own.is_first), ("qkv",), {"squares": squares})
+            )
             items.append(Agree("squares", squares, largest=False))
             reads = (*reads, "squares")
         rotate = RotateAndStore(
@@ -186,6 +196,8 @@ class SelfAttention:
         if self.gate is not None:
             gate = self.gate
             code = GateOutput(gate.product)
-            items.append(Piece(code, ("values", read, "adapters"), {"values": width}, lambda: (gate.arguments,)))
+            items.append(
+                Piece(code, ("values", read, "adapters"), {"values": width}, lambda: (gate.arguments,))
+            )
         items.append(projected(self.o, "values", context, agrees))
         return items

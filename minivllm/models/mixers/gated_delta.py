@@ -22,7 +22,9 @@ def _ahead(
     x = x.float()
     keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
     qkv, z, rate, decay = x.split([2 * keys + values, values, spec.heads, spec.heads], dim=-1)
-    q, k, v = F.silu(short_conv(qkv, conv, rows, parameters["conv1d.weight"])).split([keys, keys, values], dim=-1)
+    q, k, v = F.silu(short_conv(qkv, conv, rows, parameters["conv1d.weight"])).split(
+        [keys, keys, values], dim=-1
+    )
     q, k = (_of_length_one(y.unflatten(-1, (spec.key_heads, spec.key_dim))) for y in (q, k))
     log_decay = -parameters["A_log"].exp() * F.softplus(decay + parameters["dt_bias"])
     v, z = (y.unflatten(-1, (spec.heads, spec.value_dim)) for y in (v, z))
@@ -33,7 +35,9 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
 
 
-def _behind(spec: GatedDeltaSpec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters) -> Tensor:
+def _behind(
+    spec: GatedDeltaSpec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters
+) -> Tensor:
     normed = rms_norm(scanned, parameters["norm.weight"], spec.norm_eps)
     return (normed * F.silu(rest[0])).flatten(1)
 

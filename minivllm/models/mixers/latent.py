@@ -1,8 +1,10 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), absorbed: queries and outputs live among latents.
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), absorbed:
+queries and outputs live among latents.
 
-Key and value of a head are made of the latent by matrices, k = K c and v = V c. Since q . (K c) = (K^T q) . c, and
-the sum of weighted values is V times the sum of weighted latents, both matrices move to the other side of attention: a
-token keeps its latent and its rotated key, once for all heads, and attention has a single KV head.
+Key and value of a head are made of the latent by matrices, k = K c and v = V c. Since q . (K c) = (K^T q) .
+c, and the sum of weighted values is V times the sum of weighted latents, both matrices move to the other side
+of attention: a token keeps its latent and its rotated key, once for all heads, and attention has a single KV
+head.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class LatentQueries:
         return torch.cat([absorbed, q_rope], dim=-1)[:, None].to(self.attention_dtype).contiguous()
 
     def _rotated(self, x: Tensor, table: Tensor) -> Tensor:
-        """Pairs of neighbours become pairs of halves, in queries and keys alike, which leaves every score as it is."""
+        """Pairs of neighbours become pairs of halves, in queries and keys alike,
+        which leaves every score as it is."""
         if self.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rotary(x, table)
@@ -94,8 +97,8 @@ class LatentValues:
 
 
 class LatentAttention:
-    """A ``Mixer``; see LatentSpec. What makes keys and values of the latent (``kv_b_proj``) is no linear layer: it is
-    multiplied head by head, in the dtype of the model."""
+    """A ``Mixer``; see LatentSpec. What makes keys and values of the latent (``kv_b_proj``) is no linear
+    layer: it is multiplied head by head, in the dtype of the model."""
 
     block = "self_attn"
     reads_again = False
@@ -114,7 +117,9 @@ class LatentAttention:
             self.q_a = whole.make({"q_a_proj": spec.query_rank}, hidden_size, spec.bias, "column")
             name, inputs = "q_b_proj", spec.query_rank
         width = spec.nope_dim + spec.rope_dim
-        self.q = factory.make({name: spec.heads * width}, inputs, False, "column", {name: times(self._own, width)})
+        self.q = factory.make(
+            {name: spec.heads * width}, inputs, False, "column", {name: times(self._own, width)}
+        )
         self.kv_a = whole.make({"kv_a_proj_with_mqa": spec.head_dim}, hidden_size, spec.bias, "column")
         own = {"o_proj": times(self._own, spec.value_dim)}
         self.o = factory.make({"o_proj": hidden_size}, spec.heads * spec.value_dim, spec.bias, "row", own)

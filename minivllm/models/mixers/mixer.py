@@ -4,9 +4,9 @@
     the cut: attention(q), or the update of a state -> o
     behind:  o -> what is added to the residual stream
 
-The update of a state is a ``StateUpdate``. It is called once for all requests of a step, whose tokens lie one after the
-other; there is no loop over requests. A mixer that keeps a state is added with a spec (``StateMixerSpec``), a ``Mixer``
-and a ``StateUpdate``, and a line each in ``registry.py``.
+The update of a state is a ``StateUpdate``. It is called once for all requests of a step, whose tokens lie one
+after the other; there is no loop over requests. A mixer that keeps a state is added with a spec
+(``StateMixerSpec``), a ``Mixer`` and a ``StateUpdate``, and a line each in ``registry.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class LayerContext(NamedTuple):
 
 
 def projected(linear: Linear, register: Name, context: LayerContext, agrees: bool = False) -> Piece:
-    """The product that gives "x", which is added to the residual stream. agrees: ranks have agreed on "largest"."""
+    """The product that gives "x", which is added to the residual stream.
+    agrees: ranks have agreed on "largest"."""
     reads = (register, "adapters", "largest") if agrees else (register, "adapters")
     code = ProjectPart(linear.product) if agrees else Project(linear.product)
     return Piece(code, reads, {"x": context.stream}, lambda: (linear.arguments,))
@@ -57,7 +58,9 @@ def projected(linear: Linear, register: Name, context: LayerContext, agrees: boo
 def projected_for_update(linear: Linear, register: Name, dtype: torch.dtype) -> Piece:
     """The product that gives "q", which a state is updated with, in the dtype of the update."""
     q = TensorSpec((TOKENS, linear.out_features), dtype, linear.device)
-    return Piece(ProjectCast(linear.product, dtype), (register, "adapters"), {"q": q}, lambda: (linear.arguments,))
+    return Piece(
+        ProjectCast(linear.product, dtype), (register, "adapters"), {"q": q}, lambda: (linear.arguments,)
+    )
 
 
 class Mixer(Protocol):
@@ -79,15 +82,17 @@ class Mixer(Protocol):
         """How the layer attends, or its spec as one that keeps a state: of this worker's part of it."""
 
     def own(self, name: str, vector: Tensor) -> Tensor:
-        """This worker's part of a weight that is to be one of ``Vectors``: the whole, if no other divides the layer."""
+        """This worker's part of a weight that is to be one of ``Vectors``:
+        the whole, if no other divides the layer."""
 
     def given(self, vectors: Vectors) -> Given:
-        """What the cut is given besides q: attention's sinks, or the weights that a state is updated with, all
+        """What the cut is given besides q:
+        attention's sinks, or the weights that a state is updated with, all
         of them float32."""
 
     def ahead(self, context: LayerContext, read: Name) -> Program:
-        """From the register ``read`` [tokens, hidden] to "q" [tokens, …] in attention_dtype. Layers that attend also
-        write their cache."""
+        """From the register ``read`` [tokens, hidden] to "q" [tokens, …] in attention_dtype.
+        Layers that attend also write their cache."""
 
     def behind(self, context: LayerContext, read: Name) -> Program:
         """From "o" [tokens, *output_shape] to "x" [tokens, hidden]. read: holds what ``ahead`` has read, if
@@ -95,19 +100,26 @@ class Mixer(Protocol):
 
 
 class StateUpdate(Protocol):
-    """Moves the states of one kind of layer on by the tokens of a step. Shared by the layers with equal specs."""
+    """Moves the states of one kind of layer on by the tokens of a step.
+    Shared by the layers with equal specs."""
 
     def prepare(self, counts: np.ndarray) -> Any:
-        """What only depends on how many tokens each row has (int64 [rows], as ``StateRows.counts``), and is the same
-        for all layers: called once for a step. None where no row has more than one token: of such steps a graph may be
-        captured."""
+        """What only depends on how many tokens each row has (int64 [rows], as ``StateRows.counts``), and is
+        the same for all layers: called once for a step. None where no row has more than one token: of such
+        steps a graph may be captured."""
 
     def __call__(
-        self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, prepared: Any, weights: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        state: tuple[Tensor, ...],
+        rows: StateRows,
+        prepared: Any,
+        weights: tuple[Tensor, ...],
     ) -> Tensor:
         """x [tokens, widths[0]] -> o [tokens, widths[1]], both in attention_dtype.
 
-        state: the tensors of the spec, [slots, *shape] each. For every row it is read at ``rows.read`` and written,
-        after the row's last token, at ``rows.write``. No row reads what another one writes in the same step, so all may
-        be read before any is written. weights: what ``Mixer.given`` returned. Nothing may wait for the device.
+        state: the tensors of the spec, [slots, *shape] each. For every row it is read at ``rows.read`` and
+        written, after the row's last token, at ``rows.write``. No row reads what another one writes in the
+        same step, so all may be read before any is written. weights: what ``Mixer.given`` returned. Nothing
+        may wait for the device.
         """

@@ -17,8 +17,8 @@ ScanSpec = GatedDeltaSpec | Mamba2Spec
 
 
 class OwnScan(NamedTuple):
-    """spec: the part as a layer by itself. projections: its rows of each projection. values: its range of the output.
-    vectors: its rows of those small weights that are divided."""
+    """spec: the part as a layer by itself. projections: its rows of each projection. values: its range of the
+    output. vectors: its rows of those small weights that are divided."""
 
     spec: ScanSpec
     projections: Mapping[str, Rows]

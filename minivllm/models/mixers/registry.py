@@ -25,7 +25,9 @@ from minivllm.specs.layers import (
 )
 
 
-def make_mixer(spec: MixerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> Mixer:
+def make_mixer(
+    spec: MixerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
+) -> Mixer:
     """The projections of a layer. attention_dtype: of what is computed at the cut."""
     if isinstance(spec, SelfAttentionSpec):
         return SelfAttention(spec, hidden_size, factory, attention_dtype)

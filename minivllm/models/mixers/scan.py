@@ -1,8 +1,10 @@
-"""What the mixers share whose state is a matrix for every head: their projections, and the update of their states.
+"""What the mixers share whose state is a matrix for every head:
+their projections, and the update of their states.
 
-An update is three steps: a short convolution of what the projections gave, which has a state of its own, then the scan,
-and then the gated output. Where every row has one token, they are one region. Where rows are longer, the first and the
-last step are regions, and the scan, whose shape depends on the longest row, is computed as it stands.
+An update is three steps: a short convolution of what the projections gave, which has a state of its own, then
+the scan, and then the gated output. Where every row has one token, they are one region. Where rows are
+longer, the first and the last step are regions, and the scan, whose shape depends on the longest row, is
+computed as it stands.
 """
 
 from __future__ import annotations
@@ -51,11 +53,14 @@ class NormApart:
 
 
 class ScanMixer:
-    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back. Workers divide heads."""
+    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back.
+    Workers divide heads."""
 
     reads_again = False
 
-    def __init__(self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
+    ) -> None:
         self.block, self._dtype, self._attention_dtype = spec.block, factory.dtype, attention_dtype
         own = OwnScan(spec, {}, slice(0, spec.widths[1]), {})
         if factory.shard.size > 1:
@@ -95,7 +100,9 @@ class ScanMixer:
             items.append(Agree("mean_square", mean_square, largest=False, source="o", code=code))
             norm = NormApart(self.attends.norm_eps)
             normed = TensorSpec((TOKENS, self._out.in_features), torch.float32, values.device)
-            items.append(Piece(norm, ("o", "mean_square"), {"normed": normed}, lambda: (context.vectors()["norm"],)))
+            items.append(
+                Piece(norm, ("o", "mean_square"), {"normed": normed}, lambda: (context.vectors()["norm"],))
+            )
             source = "normed"
         items.append(Piece(Cast(self._dtype), (source,), {"values": values}))
         items.append(projected(self._out, "values", context))
@@ -109,13 +116,15 @@ Parameters = Mapping[str, Tensor]
 class ScanSteps(NamedTuple):
     """The three steps of an update.
 
-    ahead: (spec, x [tokens, widths[0]], state of the convolution, rows, parameters) -> what the scan takes, and what
-    ``behind`` takes besides its output. scan: (*inputs, states, read, write, plan) -> float32 [tokens, heads, …], see
-    ``kernels_triton_free.state``. behind: (spec, what the scan gave, the rest from ``ahead``, parameters) -> float32
-    [tokens, widths[1]].
+    ahead: (spec, x [tokens, widths[0]], state of the convolution, rows, parameters) -> what the scan takes,
+    and what ``behind`` takes besides its output. scan: (*inputs, states, read, write, plan) -> float32
+    [tokens, heads, …], see ``kernels_triton_free.state``. behind: (spec, what the scan gave, the rest from
+    ``ahead``, parameters) -> float32 [tokens, widths[1]].
     """
 
-    ahead: Callable[[Any, Tensor, Tensor, StateRows, Parameters], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    ahead: Callable[
+        [Any, Tensor, Tensor, StateRows, Parameters], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    ]
     scan: Callable[..., Tensor]
     behind: Callable[[Any, Tensor, tuple[Tensor, ...], Parameters], Tensor]
 
@@ -123,13 +132,17 @@ class ScanSteps(NamedTuple):
 class ScanUpdate:
     """A ``StateUpdate``."""
 
-    def __init__(self, spec: ScanSpec, state: StateSpec, compile_region: CompileRegion, steps: ScanSteps) -> None:
+    def __init__(
+        self, spec: ScanSpec, state: StateSpec, compile_region: CompileRegion, steps: ScanSteps
+    ) -> None:
         self._spec, self._steps, self._dtype, self._device = spec, steps, state.dtype, state.device
         declared = state.update_inputs(spec.widths[0], ())
         declared["weights"] = tuple(self._float32(*shape) for shape in spec.parameters.values())
         one_each = StateRows(*[TensorSpec((TOKENS,), torch.int32, state.device)] * len(StateRows._fields))  # type: ignore
         name = type(spec).__name__.removesuffix("Spec")
-        self._single = compile_region(Region(f"{name} step", self._whole, {**declared, "rows": one_each}, spec))
+        self._single = compile_region(
+            Region(f"{name} step", self._whole, {**declared, "rows": one_each}, spec)
+        )
         of_conv = {**declared, "state": declared["state"][0]}
         self._ahead = compile_region(Region(f"{name} inputs", self._scan_inputs, of_conv, spec))
         behind = {
@@ -166,7 +179,9 @@ class ScanUpdate:
 
     # The regions.
 
-    def _whole(self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, weights: tuple[Tensor, ...]) -> Tensor:
+    def _whole(
+        self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, weights: tuple[Tensor, ...]
+    ) -> Tensor:
         inputs, rest = self._steps.ahead(self._spec, x, state[0], rows, self._named(weights))
         return self._output(self._steps.scan(*inputs, state[1], rows.read, rows.write), rest, weights)
 

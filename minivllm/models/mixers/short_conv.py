@@ -20,7 +20,8 @@ from minivllm.specs.layers import ShortConvSpec
 
 
 class ShortConv:
-    """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated. Workers divide channels."""
+    """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated.
+    Workers divide channels."""
 
     block = "conv"
     reads_again = False
@@ -32,8 +33,12 @@ class ShortConv:
         self._own = own_inner(spec.channels, factory.shard)
         self.attends = replace(spec, channels=self._own.stop - self._own.start)
         into = torch.arange(spec.widths[0]).unflatten(0, (3, -1))[:, self._own].flatten()
-        self._in = factory.make({"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column", {"in_proj": into})
-        self._out = factory.make({"o_proj": hidden_size}, spec.widths[1], spec.bias, "row", {"o_proj": self._own})
+        self._in = factory.make(
+            {"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column", {"in_proj": into}
+        )
+        self._out = factory.make(
+            {"o_proj": hidden_size}, spec.widths[1], spec.bias, "row", {"o_proj": self._own}
+        )
         self.linears = (self._in, self._out)
 
     @property
@@ -68,7 +73,12 @@ class ShortConvUpdate:
         return None
 
     def __call__(
-        self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, prepared: None, weights: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        state: tuple[Tensor, ...],
+        rows: StateRows,
+        prepared: None,
+        weights: tuple[Tensor, ...],
     ) -> Tensor:
         o: Tensor = self._region(x, state, rows, weights)
         return o

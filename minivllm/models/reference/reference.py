@@ -1,6 +1,8 @@
-"""A whole forward pass in plain PyTorch: what ``Decoder`` computes, without blocks, caches, regions or fused products.
+"""A whole forward pass in plain PyTorch:
+what ``Decoder`` computes, without blocks, caches, regions or fused products.
 
-Read this first. It is also the judge of the tests: transformers gives the same in float32, and so does the engine.
+Read this first. It is also the judge of the tests:
+transformers gives the same in float32, and so does the engine.
 """
 
 from __future__ import annotations
@@ -16,19 +18,30 @@ from minivllm.models.reference.states import STATE_MIXERS
 from minivllm.models.rotary import rotary_frequencies
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.decoder import DecoderConfig
-from minivllm.specs.layers import Activation, ClampedSwiglu, LatentSpec, LayerSpec, MlpSpec, MoeSpec, SelfAttentionSpec
+from minivllm.specs.layers import (
+    Activation,
+    ClampedSwiglu,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    SelfAttentionSpec,
+)
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [tokens, rotary dim / 2] of every position."""
 
 
 def reference_forward(
-    config: DecoderConfig, weights: Mapping[str, Tensor], token_ids: Sequence[int], max_model_len: int | None = None
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    token_ids: Sequence[int],
+    max_model_len: int | None = None,
 ) -> Tensor:
     """Logits [tokens, vocab] of a text from its beginning, in the dtype of the weights.
 
-    weights: by their names in the decoder, as ``iterate_weights`` gives them. max_model_len: what rotary embedding is
-    scaled for, where that depends on it; the text's own length if it is None.
+    weights: by their names in the decoder, as ``iterate_weights`` gives them. max_model_len: what rotary
+    embedding is scaled for, where that depends on it; the text's own length if it is None.
     """
     x = weights["model.embed_tokens.weight"][list(token_ids)] * config.embedding_scale
     rotations: list[Rotation] = []
@@ -39,7 +52,9 @@ def reference_forward(
         rotations.append((cos, sin))
     for index, layer in enumerate(config.layers):
         prefix = f"model.layers.{index}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)
+        }
         x = reference_layer(layer, own, x, rotations)
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     logits = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T * config.logits_scale
@@ -69,7 +84,11 @@ def reference_layer(
 
     # MLP: every token by itself.
     h = normed(x, "post_attention_layernorm", norms.eps)
-    out = mixture(h, layer.mlp, weights) if isinstance(layer.mlp, MoeSpec) else mlp(h, layer.mlp, "mlp", weights)
+    out = (
+        mixture(h, layer.mlp, weights)
+        if isinstance(layer.mlp, MoeSpec)
+        else mlp(h, layer.mlp, "mlp", weights)
+    )
     return x + normed(out, "post_mlp_layernorm", norms.after_eps)
 
 
@@ -79,7 +98,9 @@ def self_attention(
     """Attention with its projections, head by head: x [tokens, hidden] -> the same shape."""
 
     def project(x: Tensor, part: str) -> Tensor:
-        return F.linear(x, weights[f"self_attn.{part}_proj.weight"], weights.get(f"self_attn.{part}_proj.bias"))
+        return F.linear(
+            x, weights[f"self_attn.{part}_proj.weight"], weights.get(f"self_attn.{part}_proj.bias")
+        )
 
     def normed(x: Tensor, part: str) -> Tensor:
         return norm(x, weights[f"self_attn.{part}_norm.weight"], spec.qk_norm_eps)
@@ -105,7 +126,8 @@ def self_attention(
 def latent_attention(
     x: Tensor, spec: LatentSpec, weights: Mapping[str, Tensor], rotations: Sequence[Rotation]
 ) -> Tensor:
-    """The same where queries, keys and values are made of latents: each head has keys and values of its own here."""
+    """The same where queries, keys and values are made of latents:
+    each head has keys and values of its own here."""
 
     def project(x: Tensor, part: str) -> Tensor:
         return F.linear(x, weights[f"self_attn.{part}.weight"], weights.get(f"self_attn.{part}.bias"))
@@ -123,7 +145,10 @@ def latent_attention(
     made = project(normed(latent, "kv_a_layernorm"), "kv_b_proj").unflatten(-1, (spec.heads, -1))
     k_nope, v = made.split([spec.nope_dim, spec.value_dim], dim=-1)
     turn = rotate_pairs if spec.interleaved else rotate
-    q, k = turn(q, *rotations[spec.rotary]), turn(k[:, None], *rotations[spec.rotary]).expand(-1, spec.heads, -1)
+    q, k = (
+        turn(q, *rotations[spec.rotary]),
+        turn(k[:, None], *rotations[spec.rotary]).expand(-1, spec.heads, -1),
+    )
     o = attention(torch.cat([q_nope, q], dim=-1), torch.cat([k_nope, k], dim=-1), v, spec.attend, None)
     return project(o.flatten(1), "o_proj")
 
@@ -136,7 +161,10 @@ def mlp(x: Tensor, spec: MlpSpec | MoeSpec, name: str, weights: Mapping[str, Ten
 
     gate, up = project(x, "gate_proj"), project(x, "up_proj")
     if isinstance(spec.activation, ClampedSwiglu):
-        gate, up = gate.clamp(max=spec.activation.limit), up.clamp(-spec.activation.limit, spec.activation.limit)
+        gate, up = (
+            gate.clamp(max=spec.activation.limit),
+            up.clamp(-spec.activation.limit, spec.activation.limit),
+        )
         return project((up + 1) * gate * torch.sigmoid(spec.activation.alpha * gate), "down_proj")
     return project(activate(gate, spec.activation) * up, "down_proj")
 
@@ -159,9 +187,11 @@ def mixture(x: Tensor, spec: MoeSpec, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, …] -> o [tokens, heads, size of v]. sinks [heads]: logits of
-    keys that every query sees and that have no value."""
-    k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))  # a KV head serves several of q
+    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, …] -> o [tokens, heads, size of v]. sinks [heads]:
+    logits of keys that every query sees and that have no value."""
+    k, v = (
+        y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v)
+    )  # a KV head serves several of q
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.soft_cap is not None:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
@@ -188,7 +218,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021) of x [tokens, heads, head_dim]: element i turns with element i + half."""
+    """Rotary embedding (Su et al. 2021) of x [tokens, heads, head_dim]:
+    element i turns with element i + half."""
     half = cos.shape[1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]

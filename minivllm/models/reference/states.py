@@ -1,4 +1,5 @@
-"""Mixers that keep a state, in plain PyTorch: loops that carry it from token to token. A part of ``reference.py``."""
+"""Mixers that keep a state, in plain PyTorch: loops that carry it from token to token.
+A part of ``reference.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from minivllm.specs.layers import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, Sta
 
 def short_convolution(x: Tensor, spec: ShortConvSpec, weights: Mapping[str, Tensor]) -> Tensor:
     """A gated short convolution (LFM2): x [tokens, hidden] -> the same shape."""
-    b, c, inner = F.linear(x, weights["conv.in_proj.weight"], weights.get("conv.in_proj.bias")).chunk(3, dim=-1)
+    b, c, inner = F.linear(x, weights["conv.in_proj.weight"], weights.get("conv.in_proj.bias")).chunk(
+        3, dim=-1
+    )
     state = torch.zeros(spec.taps - 1, spec.channels, dtype=x.dtype)
     out = []
     for token in b * inner:
@@ -57,7 +60,9 @@ def mamba2_layer(x: Tensor, spec: Mamba2Spec, weights: Mapping[str, Tensor]) -> 
     shared = spec.groups * spec.state_dim
     inner, b, c = inner.split([spec.inner, shared, shared], dim=-1)
     inner = inner.unflatten(-1, (spec.heads, spec.head_dim))
-    b, c = (y.unflatten(-1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, dim=1) for y in (b, c))
+    b, c = (
+        y.unflatten(-1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, dim=1) for y in (b, c)
+    )
     dt = F.softplus(dt + own["dt_bias"])
     decay = torch.exp(-own["A_log"].exp() * dt)
 
@@ -73,7 +78,8 @@ def mamba2_layer(x: Tensor, spec: Mamba2Spec, weights: Mapping[str, Tensor]) -> 
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each channel of x [tokens, channels] by itself, over so many tokens as weight [channels, taps] is wide."""
+    """Each channel of x [tokens, channels] by itself, over so many tokens as weight [channels,
+    taps] is wide."""
     taps = weight.shape[1]
     padded = torch.cat([x.new_zeros(taps - 1, x.shape[1]), x])
     out = sum(weight[:, tap] * padded[tap : tap + len(x)] for tap in range(taps))

@@ -1,4 +1,5 @@
-"""Image encoders on the workers' side: pixels become embeddings, which are kept until the scheduler forgets them.
+"""Image encoders on the workers' side:
+pixels become embeddings, which are kept until the scheduler forgets them.
 
 May import: batch, checkpoints, config, models, multimodal.
 Door: `Eye` and `load_eye` in eye.py, `EncodedImages` in encoded_images.py.

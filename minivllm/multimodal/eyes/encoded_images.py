@@ -1,4 +1,5 @@
-"""Embeddings of images on a worker, and the rows of a step that they fill. The scheduler decides what is kept."""
+"""Embeddings of images on a worker, and the rows of a step that they fill.
+The scheduler decides what is kept."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class EncodedImages:
             self._embeds.pop(digest, None)
         for shape, group in groupby(encode, lambda units: units.shape[1:]):
             batch = list(group)
-            data = np.concatenate([np.frombuffer(units.pixels, np.uint8).reshape(-1, *shape) for units in batch])
+            data = np.concatenate(
+                [np.frombuffer(units.pixels, np.uint8).reshape(-1, *shape) for units in batch]
+            )
             done = 0
             encoded = self.eye.encode(torch.from_numpy(data))
             for units in batch:
@@ -86,7 +89,8 @@ class EncodedImages:
             first_token += row.count
         return ImageRows(features, is_image)
 
-    # -- before the first request --------------------------------------------------------------------------------
+    # -- before the first request
+    # --------------------------------------------------------------------------------
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
@@ -98,7 +102,7 @@ class EncodedImages:
             self._is_everywhere = False
 
     def encode_zeros(self, num_embeds: int) -> None:
-        """Encode so many embeddings, at least one unit's: for what is made the first time, and for the memory that it
-        takes."""
+        """Encode so many embeddings, at least one unit's:
+        for what is made the first time, and for the memory that it takes."""
         units = max(1, num_embeds // self._config.unit_embeds)
         self.eye.encode(torch.zeros(units, *self._config.unit_shape, dtype=torch.uint8))

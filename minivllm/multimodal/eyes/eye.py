@@ -1,4 +1,5 @@
-"""An image encoder and what joins it to the language model: modules of transformers, with a checkpoint's weights."""
+"""An image encoder and what joins it to the language model:
+modules of transformers, with a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Normalization:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """uint8 [units, channels, height, width] -> float32, same shape."""
-        mean, std = (torch.tensor(values, device=pixels.device)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, device=pixels.device)[:, None, None] for values in (self.mean, self.std)
+        )
         return (pixels.float() * self.scale - mean) / std
 
 
@@ -50,14 +53,20 @@ class Eye:
     """Encodes units of images. parts: its modules; encode: what they compute together."""
 
     def __init__(
-        self, parts: Parts, encode: Encode, normalization: Normalization, dtype: torch.dtype, device: torch.device
+        self,
+        parts: Parts,
+        encode: Encode,
+        normalization: Normalization,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.parts, self._encode, self._normalization = parts, encode, normalization
         self.dtype, self.device = dtype, device
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
-        """uint8 [units, channels, height, width], on any device -> [units, embeds, hidden] of the model's dtype."""
+        """uint8 [units, channels, height, width], on any device -> [units, embeds,
+        hidden] of the model's dtype."""
         return self._encode(self._normalization(pixels.to(self.device)).to(self.dtype))
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -101,7 +110,11 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
 
 def _load(directory: Path, parts: Parts) -> None:
     """Copy the tensors of a checkpoint into the modules. Raises ModelError."""
-    targets = {f"{part}.{_plain(name)}": tensor for part, module in parts.items() for name, tensor in _tensors(module)}
+    targets = {
+        f"{part}.{_plain(name)}": tensor
+        for part, module in parts.items()
+        for name, tensor in _tensors(module)
+    }
     missing = set(targets)
     for path in safetensors_files(directory)[0]:
         with open_safetensors(path) as file:
@@ -113,14 +126,16 @@ def _load(directory: Path, parts: Parts) -> None:
                 value = file.get_tensor(stored)
                 if value.shape != target.shape:
                     raise ModelError(
-                        f"{path}: tensor {stored!r} is {list(value.shape)}, but the image encoder that config.json "
+                        f"{path}: tensor {stored!r} is {list(value.shape)}, but the image encoder that "
+                        "config.json "
                         f"describes has {list(target.shape)} there."
                     )
                 target.copy_(value)
                 missing.discard(name)
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} tensors of its image encoder, {min(missing)!r} among them: start with "
+            f"{directory} lacks {len(missing)} tensors of its image encoder, {min(missing)!r} among them: "
+            "start with "
             'limit_mm_per_prompt={"image": 0} to serve it without images.'
         )
 

@@ -1,5 +1,5 @@
-"""Idefics 3 (Laurençon et al. 2024) and SmolVLM: tiles of an image, each encoded by a SigLIP encoder, then shuffled
-into fewer and wider vectors."""
+"""Idefics 3 (Laurençon et al. 2024) and SmolVLM: tiles of an image, each encoded by a SigLIP encoder, then
+shuffled into fewer and wider vectors."""
 
 from __future__ import annotations
 

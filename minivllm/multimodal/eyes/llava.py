@@ -1,4 +1,5 @@
-"""LLaVA 1.5 (Liu et al. 2023): the features of one layer of a CLIP or SigLIP encoder, through two linear layers."""
+"""LLaVA 1.5 (Liu et al. 2023): the features of one layer of a CLIP or SigLIP encoder,
+through two linear layers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def llava_parts(config: Any) -> tuple[dict[str, nn.Module], Callable[[Tensor], T
     tower, projector = AutoModel.from_config(config.vision_config), LlavaMultiModalProjector(config)
     layers = config.vision_feature_layer
     layers = [layers] if isinstance(layers, int) else list(layers)
-    first = 1 if config.vision_feature_select_strategy == "default" else 0  # without the token of the whole image
+    first = (
+        1 if config.vision_feature_select_strategy == "default" else 0
+    )  # without the token of the whole image
 
     def encode(pixels: Tensor) -> Tensor:
         hidden = tower(pixels, output_hidden_states=True).hidden_states

@@ -1,4 +1,5 @@
-"""One answer of a conversation as it grows: text, reasoning and tool calls out of the pieces that the model writes."""
+"""One answer of a conversation as it grows:
+text, reasoning and tool calls out of the pieces that the model writes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,10 +24,10 @@ from minivllm.server.protocol import chat
 class ChatAnswer:
     """Collects the pieces of one answer, and says what is new as deltas.
 
-    single_call: the answer is over with its first tool call (parallel_tool_calls: false). is_named: the client chose
-    the tool, so calling it is no news and the answer ends with "stop", as OpenAI's does. ending: the fields that say
-    why it is over, None while it is not. custom_names: tools that take a text, which is told once it is complete.
-    shows_reasoning: False leaves it out. echoed: text that the answer begins with.
+    single_call: the answer is over with its first tool call (parallel_tool_calls: false). is_named: the
+    client chose the tool, so calling it is no news and the answer ends with "stop", as OpenAI's does. ending:
+    the fields that say why it is over, None while it is not. custom_names: tools that take a text, which is
+    told once it is complete. shows_reasoning: False leaves it out. echoed: text that the answer begins with.
     broken_call: the text of a call inside of which the answer stopped.
     """
 
@@ -81,7 +82,9 @@ class ChatAnswer:
         content, calls = "".join([*self._content, self.broken_call or ""]), self._calls
         if self.broken_call is not None:
             calls = calls[:-1]
-        message = chat.AnswerMessage(role="assistant", content=None if calls and not content else content, refusal=None)
+        message = chat.AnswerMessage(
+            role="assistant", content=None if calls and not content else content, refusal=None
+        )
         if self._reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         if calls:

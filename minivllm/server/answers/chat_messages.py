@@ -1,4 +1,5 @@
-"""Conversations as chat templates read them: roles checked, content parts joined, tool calls with parsed arguments."""
+"""Conversations as chat templates read them:
+roles checked, content parts joined, tool calls with parsed arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,8 +33,8 @@ RESERVED_TEMPLATE_NAMES = {
 def template_messages(
     messages: Sequence[chat.Message], chat_template: str, *, sees: bool = False
 ) -> list[dict[str, Any]]:
-    """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong. sees: the model
-    takes images: messages that have some keep their parts."""
+    """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong. sees: the
+    model takes images: messages that have some keep their parts."""
     call_ids: set[str] = set()
     made = []
     for index, message in enumerate(messages):
@@ -47,7 +48,11 @@ def template_messages(
 
 def image_parts(content: Any) -> list[dict[str, Any]] | None:
     """The parts of a content with images, as ``render_chat`` takes them; None for one without."""
-    if content is None or isinstance(content, str) or not any(isinstance(part, chat.ImagePart) for part in content):
+    if (
+        content is None
+        or isinstance(content, str)
+        or not any(isinstance(part, chat.ImagePart) for part in content)
+    ):
         return None
     return [
         {"type": "image_url", "image_url": {"url": part.image_url.url, "detail": part.image_url.detail}}
@@ -74,24 +79,31 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
 def template_options(
     fields: chat.TemplateFields, tools: Sequence[chat.Tool], chat_template: str, *, trusts_templates: bool
 ) -> dict[str, Any]:
-    """The arguments of ``render_chat`` besides messages. tools: those that the model may call. Raises ApiError 400.
+    """The arguments of ``render_chat`` besides messages. tools: those that the model may call.
+    Raises ApiError 400.
 
     chat_template: the model's. trusts_templates: a request may bring another one.
     """
     if fields.chat_template is not None:
         if not trusts_templates:
-            why = "is not taken from requests here: the operator allows it with --trust-request-chat-template."
+            why = (
+                "is not taken from requests here: the operator allows it with --trust-request-chat-template."
+            )
             raise unsupported("chat_template", why)
         chat_template = fields.chat_template
     continues = fields.continue_final_message is True
     if continues and fields.add_generation_prompt:
-        raise invalid("continue_final_message", "contradicts add_generation_prompt: set one of them to false.")
+        raise invalid(
+            "continue_final_message", "contradicts add_generation_prompt: set one of them to false."
+        )
     names = _template_names(fields, chat_template)
     if tools:
         names["tools"] = template_tools(tools, chat_template)
     if fields.documents is not None:
         if "documents" not in chat_template:
-            raise unsupported("documents", "cannot be given to this model: its chat template has no place for them.")
+            raise unsupported(
+                "documents", "cannot be given to this model: its chat template has no place for them."
+            )
         names["documents"] = fields.documents
     return {
         "add_generation_prompt": not continues and fields.add_generation_prompt is not False,
@@ -104,11 +116,14 @@ def template_options(
 
 
 def _template_names(fields: chat.TemplateFields, chat_template: str) -> dict[str, Any]:
-    """Further names for the chat template: chat_template_kwargs, and what the switches of thinking mean to it."""
+    """Further names for the chat template:
+    chat_template_kwargs, and what the switches of thinking mean to it."""
     names: dict[str, Any] = dict(fields.chat_template_kwargs or {})
     for name in names:
         if name in RESERVED_TEMPLATE_NAMES or name not in chat_template:
-            raise unsupported(f"chat_template_kwargs.{name}", "is not a name that this model's chat template knows.")
+            raise unsupported(
+                f"chat_template_kwargs.{name}", "is not a name that this model's chat template knows."
+            )
     for switch in ("reasoning_effort", "enable_thinking", "think"):
         value = getattr(fields, switch)
         if value is None:
@@ -124,9 +139,15 @@ def _template_names(fields: chat.TemplateFields, chat_template: str) -> dict[str
     return names
 
 
-def _template_message(path: str, message: chat.Message, call_ids: set[str], chat_template: str) -> dict[str, Any]:
+def _template_message(
+    path: str, message: chat.Message, call_ids: set[str], chat_template: str
+) -> dict[str, Any]:
     entry: dict[str, Any] = {"role": message.role, "content": text_of(f"{path}.content", message.content)}
-    if isinstance(message, chat.SystemMessage) and message.role == "developer" and "developer" not in chat_template:
+    if (
+        isinstance(message, chat.SystemMessage)
+        and message.role == "developer"
+        and "developer" not in chat_template
+    ):
         entry["role"] = "system"
     if isinstance(message, chat.ToolMessage):
         if message.tool_call_id not in call_ids:
@@ -139,9 +160,13 @@ def _template_message(path: str, message: chat.Message, call_ids: set[str], chat
     return entry
 
 
-def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict[str, Any], call_ids: set[str]) -> None:
+def _add_assistant_fields(
+    path: str, message: chat.AssistantMessage, entry: dict[str, Any], call_ids: set[str]
+) -> None:
     if message.content is None and message.refusal is None and not message.tool_calls:
-        raise invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
+        raise invalid(
+            f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls."
+        )
     if message.content is None and message.refusal is not None:
         entry["content"] = message.refusal
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
@@ -149,7 +174,8 @@ def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict
         entry["reasoning_content"] = reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
-            _template_call(f"{path}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
+            _template_call(f"{path}.tool_calls.{index}", call)
+            for index, call in enumerate(message.tool_calls)
         ]
         call_ids.update(call.id for call in message.tool_calls)
 
@@ -165,7 +191,8 @@ def _template_call(path: str, call: chat.ToolCall) -> dict[str, Any]:
 
 
 def _template_arguments(text: str) -> Any:
-    """An object, of which a cut text has a part; any other text that the model wrote goes back to it as it is."""
+    """An object, of which a cut text has a part;
+    any other text that the model wrote goes back to it as it is."""
     try:
         arguments = from_json(text or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:
@@ -174,7 +201,8 @@ def _template_arguments(text: str) -> Any:
 
 
 def text_for_custom_tool(arguments: str) -> str:
-    """The text in the arguments that a model wrote, or in their beginning; other arguments are a text themselves."""
+    """The text in the arguments that a model wrote, or in their beginning;
+    other arguments are a text themselves."""
     read = _template_arguments(arguments)
     text = read.get(chat.CUSTOM_ARGUMENT) if isinstance(read, Mapping) else None
     return text if isinstance(text, str) else arguments
@@ -188,7 +216,8 @@ def text_of(path: str, content: Any) -> str:
     for index, part in enumerate(content):
         if isinstance(part, chat.ImagePart | responses.InputImage):
             raise unsupported(
-                f"{path}.{index}", "is an image, but this model reads text only: at most 0 images per request."
+                f"{path}.{index}",
+                "is an image, but this model reads text only: at most 0 images per request.",
             )
         texts.append(part.refusal if isinstance(part, chat.RefusalPart) else part.text)
     return "\n".join(texts)

@@ -1,4 +1,5 @@
-"""Constraints on the form of an answer, for the engine: response_format, structured_outputs and tool_choice."""
+"""Constraints on the form of an answer, for the engine:
+response_format, structured_outputs and tool_choice."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools that the model may call. must_call: it has to call one. named: the one that it has to call."""
+    """The tools that the model may call. must_call: it has to call one.
+    named: the one that it has to call."""
 
     tools: list[chat.Tool]
     must_call: bool
@@ -40,7 +42,8 @@ class OfferedTools:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The structure that an answer must have, and how it is read; None for free text, and for the model's own way."""
+    """The structure that an answer must have, and how it is read;
+    None for free text, and for the model's own way."""
 
     structure: StructuredOutputs | None = None
     make_parser: Callable[[], Parser] | None = None
@@ -80,7 +83,9 @@ def constraint(
         return Constraint() if answer is None else Constraint(StructuredOutputs(json=answer), PlainText)
     if offered.named is not None:
         function = next(function for function in offered.functions if function.name == offered.named)
-        return Constraint(StructuredOutputs(json=_arguments_schema(function)), partial(NamedCallParser, function.name))
+        return Constraint(
+            StructuredOutputs(json=_arguments_schema(function)), partial(NamedCallParser, function.name)
+        )
     single_call = request.parallel_tool_calls is False
     if offered.must_call or native is None or answer is None:
         # Also where calls could be answers: nothing but calls is possible.
@@ -90,7 +95,8 @@ def constraint(
     if not form.opening and not _excludes(answer, answer, {"name", form.arguments_key}, {}):
         raise unsupported(
             "response_format",
-            f"allows an object of name and {form.arguments_key}, which is how this model writes a tool call: set "
+            f"allows an object of name and {form.arguments_key}, which is how this model writes a tool call: "
+            "set "
             "additionalProperties to false in its schema, or tool_choice to none.",
         )
     return Constraint(
@@ -124,7 +130,10 @@ def _arguments_schema(function: chat.FunctionDefinition) -> dict[str, Any]:
 
 
 def _calls_structure(
-    functions: Sequence[chat.FunctionDefinition], form: CallForm, single_call: bool, answer: dict[str, Any] | None
+    functions: Sequence[chat.FunctionDefinition],
+    form: CallForm,
+    single_call: bool,
+    answer: dict[str, Any] | None,
 ) -> StructuredOutputs:
     """At least one call, its arguments by the schema of that function, or the answer."""
     calls = []
@@ -142,12 +151,15 @@ def _calls_structure(
         calls.append((form.opening, json.dumps(schema), form.closing))
     separator = None if single_call else form.separator
     return StructuredOutputs(
-        tool_calls=ToolCalls(calls=calls, separator=separator, answer=None if answer is None else json.dumps(answer))
+        tool_calls=ToolCalls(
+            calls=calls, separator=separator, answer=None if answer is None else json.dumps(answer)
+        )
     )
 
 
 def _moved(schema: Any, *, is_map: bool = False) -> Any:
-    """A schema that now stands at ``#/$defs/arguments``: references into itself follow, those in data are data.
+    """A schema that now stands at ``#/$defs/arguments``:
+    references into itself follow, those in data are data.
 
     is_map: the keys are names of schemas, not keywords.
     """
@@ -157,7 +169,9 @@ def _moved(schema: Any, *, is_map: bool = False) -> Any:
         return schema
     if is_map:
         return {key: _moved(value) for key, value in schema.items()}
-    moved = {key: value if key in _DATA else _moved(value, is_map=key in _MAPS) for key, value in schema.items()}
+    moved = {
+        key: value if key in _DATA else _moved(value, is_map=key in _MAPS) for key, value in schema.items()
+    }
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = f"#/$defs/arguments{reference[1:]}"

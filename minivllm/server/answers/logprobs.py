@@ -20,8 +20,9 @@ LOWEST = -9999.0
 class TokenNames:
     """How tokens are called in an answer.
 
-    A token whose bytes are no text by themselves, such as a part of a character, is called by them, as OpenAI does:
-    ``\\xe6\\xbc``. decoder: None for a model without a tokenizer. by_id: every token is called ``token_id:ID``.
+    A token whose bytes are no text by themselves, such as a part of a character, is called by them, as OpenAI
+    does: ``\\xe6\\xbc``. decoder: None for a model without a tokenizer. by_id: every token is called
+    ``token_id:ID``.
     """
 
     decoder: TokenDecoder | None
@@ -61,10 +62,13 @@ class TextOffsets:
         return self._add(token_id, self._skip_special_tokens)
 
     def add_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """The offsets of an echoed prompt's tokens. text: the prompt, which lacks what the tokenizer put around it."""
+        """The offsets of an echoed prompt's tokens.
+        text: the prompt, which lacks what the tokenizer put around it."""
         offsets = []
         for token_id in token_ids:
-            is_in_text = self._decoder is not None and text.startswith(self._decoder.token_text(token_id), self._length)
+            is_in_text = self._decoder is not None and text.startswith(
+                self._decoder.token_text(token_id), self._length
+            )
             offsets.append(self._add(token_id, not is_in_text))
         self._utf8.reset()
         self._length, self._is_first = len(text), True
@@ -85,7 +89,9 @@ def chat_logprobs(positions: Sequence[PositionLogprobMap], num_top: int, names: 
     return _written(ChoiceLogprobs(content=token_logprobs(positions, num_top, names), refusal=None))
 
 
-def token_logprobs(positions: Sequence[PositionLogprobMap], num_top: int, names: TokenNames) -> list[TokenLogprob]:
+def token_logprobs(
+    positions: Sequence[PositionLogprobMap], num_top: int, names: TokenNames
+) -> list[TokenLogprob]:
     """One entry per token, with the num_top likeliest ones at its place."""
     content: list[TokenLogprob] = []
     for position in positions:
@@ -128,7 +134,8 @@ def prompt_logprobs(positions: Sequence[PositionLogprobMap | None]) -> list[dict
 
 
 def _written(logprobs: Mapping[str, Any]) -> msgspec.Raw:
-    """Log-probabilities as JSON, written entry by entry: in one piece, those of a long answer hold up every thread."""
+    """Log-probabilities as JSON, written entry by entry:
+    in one piece, those of a long answer hold up every thread."""
     fields = (
         msgspec.json.encode(name)
         + b":"
@@ -139,7 +146,8 @@ def _written(logprobs: Mapping[str, Any]) -> msgspec.Raw:
 
 
 def _by_name(position: PositionLogprobMap, names: TokenNames) -> dict[str, float]:
-    """The token that stands here and the alternatives. Of two with the same text the later one is called by its id."""
+    """The token that stands here and the alternatives.
+    Of two with the same text the later one is called by its id."""
     entries: dict[str, float] = {}
     for token_id, value in position.items():
         name = names.name(token_id, value.decoded_token, prefix="bytes:")

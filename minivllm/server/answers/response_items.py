@@ -12,7 +12,11 @@ Tell = Callable[..., None]
 """``tell(event type, **fields)``"""
 
 _TEXTS: dict[str, tuple[str, dict[str, Any], protocol.OutputPart]] = {
-    "message": ("msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": [], "logprobs": []}),
+    "message": (
+        "msg",
+        {"role": "assistant"},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
 }
 """Kind of an item with text -> prefix of its id, its other fields, its part."""
@@ -33,7 +37,8 @@ class ResponseItems:
             self._add_call(call)
 
     def close(self, status: protocol.Status) -> None:
-        """End the item that is open, if any; ``status`` is "incomplete" where the answer stopped inside it."""
+        """End the item that is open, if any;
+        ``status`` is "incomplete" where the answer stopped inside it."""
         if not self._is_open():
             return
         item = self.items[-1]
@@ -53,7 +58,9 @@ class ResponseItems:
         return bool(self.items) and self.items[-1]["status"] == "in_progress"
 
     def _tell_of_item(self, kind: str, **fields: Any) -> None:
-        self._tell(f"response.{kind}", item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+        self._tell(
+            f"response.{kind}", item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields
+        )
 
     def _begin(self, kind: str, id_prefix: str, **fields: Any) -> None:
         self.close("completed")

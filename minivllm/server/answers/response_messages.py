@@ -36,7 +36,15 @@ class ChatForm:
         self._messages: list[dict[str, Any]] = []
         self._places: dict[str, str] = dict(_NAMES)
         values: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.model_fields}
-        for name in ("model", "stream", "user", "priority", "cache_salt", "parallel_tool_calls", "top_logprobs"):
+        for name in (
+            "model",
+            "stream",
+            "user",
+            "priority",
+            "cache_salt",
+            "parallel_tool_calls",
+            "top_logprobs",
+        ):
             values[name] = getattr(request, name)
         self._add_messages()
         values["messages"] = self._messages
@@ -70,7 +78,9 @@ class ChatForm:
             place = f"tools.{len(tools)}"
             if isinstance(tool, protocol.HostedTool):
                 if is_strict.get():
-                    raise unsupported(f"tools.{index}", f"is {tool.type}, a tool that this server cannot run.")
+                    raise unsupported(
+                        f"tools.{index}", f"is {tool.type}, a tool that this server cannot run."
+                    )
                 _log_hosted(tool.type)
                 continue
             self._places |= {f"{place}.function": f"tools.{index}", f"{place}.custom": f"tools.{index}"}
@@ -111,7 +121,8 @@ class ChatForm:
         self._messages.append(message)
 
     def _add_item(self, path: str, item: Any) -> None:
-        """Append a message; calls of one turn go together, into the assistant message before them if there is one."""
+        """Append a message; calls of one turn go together,
+        into the assistant message before them if there is one."""
         if isinstance(item, protocol.MessageItem):
             self._add(path, {"role": item.role, "content": text_of(f"{path}.content", item.content)})
         elif isinstance(item, protocol.FunctionCallOutputItem | protocol.CustomToolCallOutputItem):
@@ -134,7 +145,9 @@ class ChatForm:
 
 @cache
 def _log_hosted(kind: str) -> None:
-    logger.info("Models here are not offered the tool %r, which this server cannot run. (--strict refuses it.)", kind)
+    logger.info(
+        "Models here are not offered the tool %r, which this server cannot run. (--strict refuses it.)", kind
+    )
 
 
 def _tool_choice(request: protocol.ResponseRequest) -> Any:

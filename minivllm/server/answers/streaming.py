@@ -64,7 +64,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends frames as they come. An error after the first frame becomes ``on_error``'s frames, then the stream ends.
+    """Sends frames as they come. An error after the first frame becomes ``on_error``'s frames,
+    then the stream ends.
 
     frames: an asynchronous generator, always closed. first: its first frame, already taken from it.
     """
@@ -106,7 +107,8 @@ class EventStream(Response):
 async def event_stream(
     request: Request, frames: AsyncGenerator[bytes, None], on_error: Callable[[ApiError], bytes]
 ) -> Response:
-    """Answer with a stream once its first frame is there: whatever fails before that is an ordinary error response."""
+    """Answer with a stream once its first frame is there:
+    whatever fails before that is an ordinary error response."""
     try:
         first = await while_connected(request.receive, anext(frames))
     except BaseException:

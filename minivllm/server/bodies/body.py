@@ -53,8 +53,8 @@ class Body(BaseModel):
     """Base of all bodies: no unknown field, no conversion between types, no NaN or infinity.
 
     A field that may be left out may be null as well, which means the same, at every depth.
-    What is wrong is reported a few times, not a million times: a list is left at its first wrong entry, a dictionary
-    that is too long is not looked at, and of unknown fields a few are.
+    What is wrong is reported a few times, not a million times: a list is left at its first wrong entry, a
+    dictionary that is too long is not looked at, and of unknown fields a few are.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -65,7 +65,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fields_that_say_something(cls, values: Any) -> Any:
-        """Without nulls in place of fields that may be left out, without labels, and with few unknown fields."""
+        """Without nulls in place of fields that may be left out, without labels,
+        and with few unknown fields."""
         if not isinstance(values, dict):
             return values
         is_required = {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}

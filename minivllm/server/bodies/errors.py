@@ -1,7 +1,7 @@
 """Errors as OpenAI clients expect them: ``{"error": {"message", "type", "param", "code"}}``, on every path.
 
-What the caller can fix is told in a sentence. What happened inside is told to the log; the caller learns only that it
-was not their fault.
+What the caller can fix is told in a sentence.
+What happened inside is told to the log; the caller learns only that it was not their fault.
 """
 
 import logging
@@ -106,11 +106,15 @@ def invalid(param: str, why: str) -> ApiError:
 
 
 def engine_dead() -> ApiError:
-    return ApiError(503, "The engine has died and the server is stopping.", type="server_error", code="engine_dead")
+    return ApiError(
+        503, "The engine has died and the server is stopping.", type="server_error", code="engine_dead"
+    )
 
 
 def engine_lost() -> ApiError:
-    message = "The engine that worked on this request has died, or all are being started again: send it again."
+    message = (
+        "The engine that worked on this request has died, or all are being started again: send it again."
+    )
     return ApiError(503, message, type="server_error", code="engine_lost", headers={"retry-after": "1"})
 
 
@@ -123,7 +127,8 @@ def timed_out(seconds: float | None) -> ApiError:
     limit = "its time limit" if seconds is None else f"{seconds:g} seconds"
     return ApiError(
         504,
-        f"The request was not done within {limit}: ask for fewer tokens, or try again when the server is less busy.",
+        f"The request was not done within {limit}: ask for fewer tokens, or try again when the server is "
+        "less busy.",
         type="server_error",
         code="timeout",
         # Official clients would repeat it at once, and it would time out again.
@@ -147,7 +152,9 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return timed_out(None)
     logger.error("A request failed.", exc_info=error)
-    return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
+    return ApiError(
+        500, "The server failed to answer this request.", type="server_error", code="internal_error"
+    )
 
 
 @contextmanager
@@ -162,11 +169,17 @@ def named_in(field: str) -> Iterator[None]:
 def _named_parameter(message: str) -> str | None:
     """The field that a sentence of SamplingParams or InputProcessor begins with."""
     word = message.split(" ", 1)[0].split("[", 1)[0]
-    return word if word in SamplingParams.__struct_fields__ or word in ("priority", "cache_salt", "prompt") else None
+    return (
+        word
+        if word in SamplingParams.__struct_fields__ or word in ("priority", "cache_salt", "prompt")
+        else None
+    )
 
 
 def error_response(error: ApiError) -> Response:
-    return Response(msgspec.json.encode(error.body), error.status, headers=error.headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(error.body), error.status, headers=error.headers, media_type="application/json"
+    )
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -186,7 +199,9 @@ def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
     others = [problem for problem in problems if not _contains(problem, body, param)]
     sentences = list(dict.fromkeys(_sentence(problem, body) for problem in others))
     if len(sentences) > MAX_REPORTED_PROBLEMS:
-        sentences[MAX_REPORTED_PROBLEMS:] = [f"There are {len(sentences) - MAX_REPORTED_PROBLEMS} more problems."]
+        sentences[MAX_REPORTED_PROBLEMS:] = [
+            f"There are {len(sentences) - MAX_REPORTED_PROBLEMS} more problems."
+        ]
     code = _CODE_OF_PROBLEM.get(first["type"])
     return ApiError(400, " ".join(sentences), param=param or None, code=code or "invalid_value")
 
@@ -200,7 +215,8 @@ _CODE_OF_PROBLEM = {
 
 
 def _contains(problem: Mapping[str, Any], body: Any, param: str) -> bool:
-    """True if the problem is about something that ``param`` is a part of: another member of a union did not fit."""
+    """True if the problem is about something that ``param`` is a part of:
+    another member of a union did not fit."""
     return problem["type"] != "extra_forbidden" and param.startswith(f"{_path(problem, body)}.")
 
 
@@ -225,7 +241,8 @@ def _sentence(problem: Mapping[str, Any], body: Any) -> str:
 
 
 def _path(problem: Mapping[str, Any], body: Any) -> str:
-    """``messages.0.content``, as the caller wrote it: pydantic's own names for the members of a union are left out."""
+    """``messages.0.content``, as the caller wrote it:
+    pydantic's own names for the members of a union are left out."""
     if problem["type"] == "json_invalid":
         return ""
     if problem["loc"][:1] in (("query",), ["query"]):
@@ -242,21 +259,26 @@ def _path(problem: Mapping[str, Any], body: Any) -> str:
 
 
 def _not_json(content_type: str | None) -> ApiError:
-    """415. A page of another site may send a text without asking, and JSON only if the server allows it (CORS)."""
+    """415. A page of another site may send a text without asking,
+    and JSON only if the server allows it (CORS)."""
     sent = "without that header" if content_type is None else f"as {_shortened(content_type)!r}"
-    message = f"The body must be a JSON object, sent with the header Content-Type: application/json, not {sent}."
+    message = (
+        f"The body must be a JSON object, sent with the header Content-Type: application/json, not {sent}."
+    )
     return ApiError(415, message, code="unsupported_content_type")
 
 
 def _names_in(location: Sequence[Any], body: Any) -> list[str]:
     """The parts of a location that lead through the body.
 
-    A member of a union may be called like a key that is there as well (a text part has the key "text"). So the way
-    that reaches the last part counts, and of several the longest one.
+    A member of a union may be called like a key that is there as well (a text part has the key "text"). So
+    the way that reaches the last part counts, and of several the longest one.
     """
     ways: list[tuple[Any, list[str], bool]] = [(body, [], False)]
     for part in location:
-        taken = [(_inside(value, part), [*names, str(part)], True) for value, names, _ in ways if _has(value, part)]
+        taken = [
+            (_inside(value, part), [*names, str(part)], True) for value, names, _ in ways if _has(value, part)
+        ]
         skipped = [] if isinstance(part, int) else [(value, names, False) for value, names, _ in ways]
         ways = [*taken, *skipped] or ways
     return max(ways, key=lambda way: (way[2], len(way[1])))[1]
@@ -301,7 +323,9 @@ def install_error_handlers(app: FastAPI) -> None:
             message = str(getattr(error, "detail", "The body is too large."))
         else:
             message = "The body is not valid JSON."
-        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(status, "invalid_value")
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
+            status, "invalid_value"
+        )
         return error_response(ApiError(status, message, code=code, headers=headers))
 
     for kind in (ApiError, MinivllmError):

@@ -1,8 +1,8 @@
 """Fields that stand in several bodies, under OpenAI's names and vLLM's.
 
-Prompts, sampling parameters, and fields of OpenAI's API that this server has no use for: of those, only values that
-change nothing are accepted. A label (``safety_identifier``) is for the caller's own use, so any is. Whatever else a
-field could ask for is refused by name.
+Prompts, sampling parameters, and fields of OpenAI's API that this server has no use for: of those, only
+values that change nothing are accepted. A label (``safety_identifier``) is for the caller's own use, so any
+is. Whatever else a field could ask for is refused by name.
 """
 
 from typing import Annotated, Any, Literal
@@ -43,7 +43,8 @@ Label = Annotated[str, StringConstraints(max_length=512)]
 
 
 class StructuredOutputsFields(Body):
-    """What an answer must look like, under vLLM's names: exactly one of the first five; see ``StructuredOutputs``."""
+    """What an answer must look like, under vLLM's names: exactly one of the first five;
+    see ``StructuredOutputs``."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -91,11 +92,14 @@ class SamplingFields(Body):
     vllm_xargs: Annotated[dict[ExtraName, ExtraValue], Field(max_length=MAX_EXTRA_ARGS)] | None = None
 
     def structure(self) -> StructuredOutputs | None:
-        """The structure asked for as ``structured_outputs``. Raises ApiError 400 for one that contradicts itself."""
+        """The structure asked for as ``structured_outputs``.
+        Raises ApiError 400 for one that contradicts itself."""
         if self.structured_outputs is None:
             return None
         schema = self.structured_outputs.json_
-        if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_BYTES:  # a longer one is refused, and never parsed
+        if (
+            isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_BYTES
+        ):  # a longer one is refused, and never parsed
             # A text inside the body, so the bounds of the body have not seen into it.
             JsonBounds().check(schema.encode(errors="replace"), "structured_outputs.json")
         try:
@@ -104,7 +108,8 @@ class SamplingFields(Body):
             raise ApiError(400, str(error), param="structured_outputs", code="invalid_value") from None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        """``defaults`` overridden by what was given here and in ``others``. Raises RequestError or ApiError 400."""
+        """``defaults`` overridden by what was given here and in ``others``.
+        Raises RequestError or ApiError 400."""
         values = {name: getattr(self, name) for name in SamplingFields.model_fields}
         del values["vllm_xargs"], values["thinking_token_budget"]
         if self.thinking_budget is None:
@@ -126,8 +131,8 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: end the stream with a chunk that counts tokens. continuous_usage_stats: count in every chunk then.
-    include_obfuscation: chunks are never padded."""
+    """include_usage: end the stream with a chunk that counts tokens. continuous_usage_stats: count in every
+    chunk then. include_obfuscation: chunks are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -137,8 +142,9 @@ class StreamOptions(Body):
 class CallerFields(Body):
     """What every endpoint that computes has.
 
-    model: one of the served names; left out, the first one. user: a label of the caller's own, without effect.
-    priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
+    model: one of the served names; left out, the first one. user: a label of the caller's own, without
+    effect. priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes
+    of tenants apart.
     """
 
     labels = LABELS
@@ -151,12 +157,12 @@ class CallerFields(Body):
 class RequestFields(SamplingFields, CallerFields):
     """What completions of texts and of conversations have besides sampling parameters.
 
-    best_of: so many are generated, and the n likeliest come back; not in streams. request_id: stands in the answer's
-    id. prompt_logprobs: alternatives to report per token of the prompt; not in streams. return_token_ids: report the
-    ids of prompt and answer. return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
-    truncate_prompt_tokens: keep at most so many tokens of the prompt, its last ones; -1 for as many as fit.
-    use_beam_search: n (or best_of) beams instead of sampling; their n likeliest sequences come back, by their score
-    with length_penalty (see BeamSearchParams); not in streams.
+    best_of: so many are generated, and the n likeliest come back; not in streams. request_id: stands in the
+    answer's id. prompt_logprobs: alternatives to report per token of the prompt; not in streams.
+    return_token_ids: report the ids of prompt and answer. return_tokens_as_token_ids: call tokens
+    ``token_id:ID`` in log-probabilities. truncate_prompt_tokens: keep at most so many tokens of the prompt,
+    its last ones; -1 for as many as fit. use_beam_search: n (or best_of) beams instead of sampling; their n
+    likeliest sequences come back, by their score with length_penalty (see BeamSearchParams); not in streams.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -199,7 +205,8 @@ class PromptCacheOptions(Body):
 class NeutralFields(Body):
     """What conversations share, on both endpoints.
 
-    metadata, safety_identifier, prompt_cache_key: labels of the caller's own, without effect (see cache_salt).
+    metadata, safety_identifier, prompt_cache_key:
+    labels of the caller's own, without effect (see cache_salt).
     """
 
     metadata: Metadata | None = None
@@ -222,7 +229,13 @@ def _kind_of_prompts(prompts: Any) -> str:
     if not isinstance(prompts, list):
         return "a text"
     first = prompts[0] if prompts else ""
-    return "lists of token ids" if isinstance(first, list) else "token ids" if isinstance(first, int) else "texts"
+    return (
+        "lists of token ids"
+        if isinstance(first, list)
+        else "token ids"
+        if isinstance(first, int)
+        else "texts"
+    )
 
 
 Prompts = Annotated[

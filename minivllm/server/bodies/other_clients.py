@@ -1,4 +1,5 @@
-"""Fields that clients of other servers send: those without effect here, and advice for those that would have one."""
+"""Fields that clients of other servers send:
+those without effect here, and advice for those that would have one."""
 
 import logging
 from contextvars import ContextVar
@@ -12,7 +13,16 @@ is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 LABELS = frozenset(
     {
         # Who asks and in which conversation: web interfaces, agents, tracing.
-        *("chat_id", "session_id", "conversation_id", "thread_id", "message_id", "parent_id", "user_id", "id"),
+        *(
+            "chat_id",
+            "session_id",
+            "conversation_id",
+            "thread_id",
+            "message_id",
+            "parent_id",
+            "user_id",
+            "id",
+        ),
         *("trace_id", "trace_name", "generation_name", "tags", "request_tags", "title", "client_metadata"),
         *("litellm_call_id", "litellm_session_id", "litellm_metadata", "litellm_trace_id"),
         *("background_tasks", "model_item", "session"),
@@ -24,7 +34,14 @@ LABELS = frozenset(
 """Of whole requests: they do not change what is generated."""
 PART_LABELS = frozenset({"cache_control"})
 """Of parts of messages, of tools and functions."""
-MESSAGE_LABELS = PART_LABELS | {"id", "timestamp", "created_at", "reasoning_details", "thinking_blocks", "model"}
+MESSAGE_LABELS = PART_LABELS | {
+    "id",
+    "timestamp",
+    "created_at",
+    "reasoning_details",
+    "thinking_blocks",
+    "model",
+}
 
 ADVICE = {
     "options": "send its values as fields of the body, such as temperature, seed and max_tokens",

@@ -34,7 +34,10 @@ def check_beams(request: RequestFields) -> None:
 
 
 async def search_beams(
-    service: Service, request: RequestFields, params: SamplingParams, prepare: Callable[[], Sequence[PreparedRequest]]
+    service: Service,
+    request: RequestFields,
+    params: SamplingParams,
+    prepare: Callable[[], Sequence[PreparedRequest]],
 ) -> list[RequestOutput]:
     """The outputs of all prompts, each with its n likeliest sequences. prepare: makes their requests."""
     client = service.engine.client
@@ -67,7 +70,9 @@ async def search_beams(
         return service.engine.prepare(
             prompt.request_id,
             {"prompt_token_ids": [*prompt.prompt_token_ids, *token_ids]},
-            SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs, output_kind=OutputKind.FINAL_ONLY),
+            SamplingParams(
+                temperature=0.0, max_tokens=1, logprobs=num_logprobs, output_kind=OutputKind.FINAL_ONLY
+            ),
             priority=first.priority,
             cache_salt=first.cache_salt,
             lora=first.lora,
@@ -83,10 +88,16 @@ async def search_beams(
     return [_output(service, prompt, search, params) for prompt, search in zip(prompts, searches)]
 
 
-def _output(service: Service, prompt: PreparedRequest, search: BeamSearch, params: SamplingParams) -> RequestOutput:
+def _output(
+    service: Service, prompt: PreparedRequest, search: BeamSearch, params: SamplingParams
+) -> RequestOutput:
     def text(token_ids: list[int], reason: str) -> str:
         kept: Any = token_ids[:-1] if reason == "stop" else token_ids
-        return service.engine.tokenizer.decode(kept, params.skip_special_tokens) if service.engine.has_tokenizer else ""
+        return (
+            service.engine.tokenizer.decode(kept, params.skip_special_tokens)
+            if service.engine.has_tokenizer
+            else ""
+        )
 
     outputs = [
         CompletionOutput(

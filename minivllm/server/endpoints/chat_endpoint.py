@@ -69,7 +69,9 @@ class ChatRun(CompletionRun):
         gathered: list[chat.TokenLogprob] = []
         async with aclosing(self._completions()) as completions:
             async for _, _, completion in completions:
-                gathered += token_logprobs(completion.logprobs or (), self._request.top_logprobs or 0, self._names)
+                gathered += token_logprobs(
+                    completion.logprobs or (), self._request.top_logprobs or 0, self._names
+                )
                 for delta in self.answer(completion.index).take_in(completion):
                     carried, gathered = (gathered, []) if delta.get("content") else (None, gathered)
                     yield delta, carried
@@ -103,7 +105,9 @@ class ChatRun(CompletionRun):
             return [self._prepared_from(0)]
         # Where the rest of a conversation may begin: not with the result of a call that is left out.
         first = next((index for index, one in enumerate(self._messages) if one["role"] != "system"), 0)
-        starts = [index for index in range(first, len(self._messages)) if self._messages[index]["role"] != "tool"]
+        starts = [
+            index for index in range(first, len(self._messages)) if self._messages[index]["role"] != "tool"
+        ]
         low, high, shortest = 0, len(starts) - 1, None
         while low < high:
             middle = (low + high) // 2
@@ -133,7 +137,12 @@ class ChatRun(CompletionRun):
         answer = self.answer(completion.index)
         answer.take_in(completion)
         message, logprobs = answer.message(), self._logprobs_of(completion)
-        choice = {"index": completion.index, "message": message, "logprobs": logprobs, **(answer.ending or {})}
+        choice = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": logprobs,
+            **(answer.ending or {}),
+        }
         return choice | self._told_tokens(completion)
 
     def _chunk_choices(
@@ -147,7 +156,12 @@ class ChatRun(CompletionRun):
         logprobs = self._logprobs_of(completion)
         if completion.logprobs and all("role" in delta for delta in deltas):
             deltas.append(chat.Delta(content=""))
-        choice: dict[str, Any] = {"index": completion.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         tokens = self._told_tokens(completion)
         if tokens and not deltas and answer.ending is None:
             deltas.append(chat.Delta(content=""))

@@ -23,8 +23,8 @@ from minivllm.server.service.service import Service
 class CompletionRun(ABC):
     """One request, checked; then either ``complete`` or ``stream``. Raises ApiError 400 or 404.
 
-    id_prefix: of the answer's id. prompt_field: what a prompt that is too long is blamed on. pooling: given where
-    nothing is generated.
+    id_prefix: of the answer's id. prompt_field: what a prompt that is too long is blamed on.
+    pooling: given where nothing is generated.
     """
 
     id_prefix: ClassVar[str]
@@ -48,7 +48,9 @@ class CompletionRun(ABC):
         if request.stream and request.prompt_logprobs is not None:
             raise unsupported("prompt_logprobs", "cannot stream: leave stream out.")
         if request.stream and (request.best_of or 1) > (request.n or 1):
-            raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
+            raise unsupported(
+                "best_of", "above n cannot stream: which ones are best is known at the end only."
+            )
         check_beams(request)
 
     async def complete(self) -> dict[str, Any]:
@@ -58,7 +60,9 @@ class CompletionRun(ABC):
             async for place in completions:
                 has_logprobs = place[2].logprobs is not None
                 choice = (
-                    await self._service.in_text_thread(self._choice, *place) if has_logprobs else self._choice(*place)
+                    await self._service.in_text_thread(self._choice, *place)
+                    if has_logprobs
+                    else self._choice(*place)
                 )
                 choices[choice["index"]] = choice
         return {**self._object([choices[index] for index in sorted(choices)]), "usage": self.usage()}

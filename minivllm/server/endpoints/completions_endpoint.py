@@ -85,7 +85,10 @@ class TextRun(CompletionRun):
         if self._request.logprobs is not None and token_ids:
             starts += map(offsets.add, token_ids[len(starts) :])
             logprobs = completion_logprobs(
-                token_ids, positions, starts, TokenNames(decoder, bool(self._request.return_tokens_as_token_ids))
+                token_ids,
+                positions,
+                starts,
+                TokenNames(decoder, bool(self._request.return_tokens_as_token_ids)),
             )
         end = ending(completion) if self.pooling is None else {"finish_reason": "length"}
         told = self._told_tokens(completion) | (self._told_prompt(output) if is_new else {})

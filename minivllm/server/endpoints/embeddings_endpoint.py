@@ -1,4 +1,5 @@
-"""``POST /v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: pooling requests, many of which make one answer."""
+"""``POST /v1/embeddings``, ``/v1/score`` and ``/v1/rerank``:
+pooling requests, many of which make one answer."""
 
 import base64
 import time
@@ -34,9 +35,12 @@ async def embed(service: Service, request: protocol.EmbeddingRequest) -> protoco
     def name(number: int) -> str:
         return "input" if len(inputs) == 1 else f"input.{number}"
 
-    written, usage = await _vectors(service, request, served.lora, inputs, write, name, normalize=request.normalize)
+    written, usage = await _vectors(
+        service, request, served.lora, inputs, write, name, normalize=request.normalize
+    )
     data = [
-        protocol.Embedding(object="embedding", index=index, embedding=vector) for index, vector in enumerate(written)
+        protocol.Embedding(object="embedding", index=index, embedding=vector)
+        for index, vector in enumerate(written)
     ]
     return protocol.EmbeddingList(object="list", data=data, model=served.name, usage=usage)
 

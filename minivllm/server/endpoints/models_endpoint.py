@@ -37,7 +37,8 @@ def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.To
         limit = service.max_model_len * (tokenizer.max_characters_per_token or ASSUMED_CHARACTERS_PER_TOKEN)
         if len(request.prompt) > limit:
             message = (
-                f"prompt has {len(request.prompt)} characters, but may have at most {limit}: no prompt holds more."
+                f"prompt has {len(request.prompt)} characters, but may have at most {limit}: no prompt holds "
+                "more."
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         token_ids = tokenizer.encode(

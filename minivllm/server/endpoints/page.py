@@ -1,9 +1,10 @@
-"""``GET /``: a page to chat with the model and to watch the engine. ``GET /live``, ``GET /live/tree``: what it shows.
+"""``GET /``: a page to chat with the model and to watch the engine.
+``GET /live``, ``GET /live/tree``: what it shows.
 
-The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere. It holds
-no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy names the hashes of its
-own script and style, so nothing else can run. Text of a model becomes text nodes only, see page_markdown.js.
-Conversations stay in the browser, see page_chats.js.
+The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere.
+It holds no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy
+names the hashes of its own script and style, so nothing else can run. Text of a model becomes text nodes
+only, see page_markdown.js. Conversations stay in the browser, see page_chats.js.
 """
 
 import asyncio
@@ -37,8 +38,9 @@ SCRIPTS = (
 
 
 class LiveStep(TypedDict):
-    """One decision of the scheduler. num_scheduled_tokens: per sequence. unfinished_prompts: those that sampled nothing
-    yet. preempted: those that lost their place. loading: those that wait for keys and values from elsewhere."""
+    """One decision of the scheduler. num_scheduled_tokens: per sequence. unfinished_prompts: those that
+    sampled nothing yet. preempted: those that lost their place. loading: those that wait for keys and values
+    from elsewhere."""
 
     step: int
     num_scheduled_tokens: dict[str, int]
@@ -67,8 +69,8 @@ class LiveEngine(TypedDict):
 
 
 class Live(TypedDict):
-    """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the last ones.
-    engines: all of them, by number. tiers: of its connectors."""
+    """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the
+    last ones. engines: all of them, by number. tiers: of its connectors."""
 
     num_running: int
     num_waiting: int
@@ -81,10 +83,12 @@ class Live(TypedDict):
 
 
 class LiveNode(TypedDict):
-    """Cached tokens that follow one another without a branch; it continues the last node before it with depth - 1.
+    """Cached tokens that follow one another without a branch;
+    it continues the last node before it with depth - 1.
 
-    num_bytes: of the blocks that end in it. users: requests that hold it now. age: seconds since the last one did.
-    is_plain: its beginning is known and has neither a cache salt nor an adapter. text: its first tokens, or null.
+    num_bytes: of the blocks that end in it. users: requests that hold it now. age: seconds since the last one
+    did. is_plain: its beginning is known and has neither a cache salt nor an adapter. text: its first tokens,
+    or null.
     """
 
     depth: int
@@ -122,11 +126,14 @@ def content_security_policy(page: str) -> str:
 
     def hashes(element: str) -> str:
         contents = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+        digests = [
+            base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents
+        ]
         return " ".join(f"'sha256-{digest}'" for digest in digests)
 
     return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src "
+        "'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -148,11 +155,14 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/live", responses={200: {"model": Live}, **documented(400, 401, 503)}, tags=["page"])
     async def live(
-        after: Annotated[int, Query(ge=0, le=2**53)] = 0, engine: Annotated[int, Query(ge=0, lt=num_engines)] = 0
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        engine: Annotated[int, Query(ge=0, lt=num_engines)] = 0,
     ) -> Response:
         """An engine now, and its scheduler's last decisions: those with step numbers above ``after``."""
         await service.engine.check_health()
-        engines, steps = await asyncio.gather(service.engine.engine_stats(), service.engine.recent_steps(after, engine))
+        engines, steps = await asyncio.gather(
+            service.engine.engine_stats(), service.engine.recent_steps(after, engine)
+        )
         stats = engines[engine] or SchedulerStats()
         answer = Live(
             num_running=stats.num_running,
@@ -190,7 +200,9 @@ def add_page(app: FastAPI, service: Service) -> None:
 def _texts(service: Service, tree: PrefixTree) -> list[str | None]:
     """Of the first tokens of each node, special ones included."""
     decode = service.engine.tokenizer.decode
-    return [decode(node.token_ids, skip_special_tokens=False) if node.is_plain else None for node in tree.nodes]
+    return [
+        decode(node.token_ids, skip_special_tokens=False) if node.is_plain else None for node in tree.nodes
+    ]
 
 
 def _node(node: PrefixNode, text: str | None) -> LiveNode:

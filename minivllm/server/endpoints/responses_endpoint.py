@@ -1,4 +1,5 @@
-"""``POST /v1/responses``: a request rewritten as the chat completion it stands for, told as items and typed events."""
+"""``POST /v1/responses``: a request rewritten as the chat completion it stands for,
+told as items and typed events."""
 
 import copy
 import time
@@ -64,7 +65,9 @@ class ResponseRun:
     def error_frames(self, error: ApiError) -> bytes:
         """How a stream ends that fails in the middle."""
         detail = error.detail
-        self._tell("error", code=detail["code"], message=detail["message"], param=detail["param"], error=detail)
+        self._tell(
+            "error", code=detail["code"], message=detail["message"], param=detail["param"], error=detail
+        )
         return self._take_frames()
 
     async def _end(self) -> protocol.ResponseObject:
@@ -126,7 +129,9 @@ class ResponseRun:
             temperature=params.temperature,
             text={"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[tool.model_dump(include={"type", "format", *FUNCTION_FIELDS}) for tool in request.tools or ()],
+            tools=[
+                tool.model_dump(include={"type", "format", *FUNCTION_FIELDS}) for tool in request.tools or ()
+            ],
             top_p=params.top_p if request.top_p is None else request.top_p,
             truncation=request.truncation or "disabled",
             usage=None,

@@ -1,4 +1,5 @@
-"""Admission: a bounded queue, counted in completions and in prompt tokens, that refuses at once when it is full."""
+"""Admission: a bounded queue, counted in completions and in prompt tokens,
+that refuses at once when it is full."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Admission:
     """Counts on the server's event loop; no lock, no waiting.
 
     max_running: completions that the engine runs at a time. max_queued: completions that may wait besides.
-    max_queued_prompt_tokens: prompt tokens without a first token; a prompt longer than that gets in when it is alone.
+    max_queued_prompt_tokens: prompt tokens without a first token;
+    a prompt longer than that gets in when it is alone.
     """
 
     def __init__(self, max_running: int, max_queued: int, max_queued_prompt_tokens: int) -> None:
@@ -69,14 +71,16 @@ class Admission:
     def enter(self, num_completions: int) -> Ticket:
         """Take places for one HTTP request (n × its prompts).
 
-        Raises ApiError: 400 for more than there could ever be, 429 when the queue is full, 503 while shutting down.
+        Raises ApiError: 400 for more than there could ever be, 429 when the queue is full,
+        503 while shutting down.
         """
         if self.is_draining:
             raise shutting_down()
         if num_completions > self.capacity:
             raise ApiError(
                 400,
-                f"The request asks for {num_completions} completions (n times the number of prompts), but this server "
+                f"The request asks for {num_completions} completions (n times the number of prompts), but "
+                "this server "
                 f"takes at most {self.capacity} at a time: send them in several requests.",
                 param="n",
                 code="too_many_completions",

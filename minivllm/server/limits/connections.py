@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 4096
 """Taken from a socket at a time. In chunks of one byte, 256 KiB of a body would take 1 s to parse."""
 UNREAD_BYTES = 16384
-"""An answer may be so far ahead of its reader, in this process and once more in the system's buffer. The system alone
-would take megabytes, and for a reader that has stopped reading each token would be written out until they are full."""
+"""An answer may be so far ahead of its reader, in this process and once more in the system's buffer. The
+system alone would take megabytes, and for a reader that has stopped reading each token would be written out
+until they are full."""
 MAX_SMALL_CHUNKS, BODY_BYTES_PER_CHUNK = 4096, 64
-"""A body may come in so many chunks, and in one more for every 64 bytes: each costs the same, whatever it holds."""
+"""A body may come in so many chunks, and in one more for every 64 bytes:
+each costs the same, whatever it holds."""
 
 MAX_CONNECTIONS = 4096
 MAX_FILES = 2**20
@@ -37,7 +39,8 @@ MAX_FILES = 2**20
 OTHER_FILES = 256
 """Files and sockets of this process besides connections of clients."""
 MAX_CANDIDATES = 32
-"""So many connections are looked at to find one that may end, so that a burst of new ones costs little each."""
+"""So many connections are looked at to find one that may end,
+so that a burst of new ones costs little each."""
 READ_AGAIN_SECONDS = 1.0
 """A request whose time is over while bytes of it wait here to be read gets so long to be read."""
 
@@ -78,10 +81,10 @@ class ChunkCount(h11.Connection):
 class ConnectionLimits:
     """Limits of all connections of one server.
 
-    head_seconds: from the first byte of a request, or from connecting, to the end of its head. body_seconds: from there
-    to the end of its body. write_seconds: a reader must read on within this time. max_connections: open at a time; one
-    more ends the one that has waited for its client longest, idle ones included, or is refused if there is none.
-    waiting: connections that wait for their client, the longest waiting first.
+    head_seconds: from the first byte of a request, or from connecting, to the end of its head. body_seconds:
+    from there to the end of its body. write_seconds: a reader must read on within this time. max_connections:
+    open at a time; one more ends the one that has waited for its client longest, idle ones included, or is
+    refused if there is none. waiting: connections that wait for their client, the longest waiting first.
     """
 
     head_seconds: float = 10.0
@@ -121,8 +124,12 @@ class BoundedConnection(H11Protocol):
         super().data_received(data)
         self._look()
         if self.conn.num_chunks > MAX_SMALL_CHUNKS + self.conn.num_body_bytes // BODY_BYTES_PER_CHUNK:
-            message = "The body comes in too many small chunks: send it in larger ones, or with a Content-Length."
-            self._end(message, ApiError(400, message, code="chunks_too_small", headers={"connection": "close"}))
+            message = (
+                "The body comes in too many small chunks: send it in larger ones, or with a Content-Length."
+            )
+            self._end(
+                message, ApiError(400, message, code="chunks_too_small", headers={"connection": "close"})
+            )
 
     def send_400_response(self, msg: str) -> None:
         message = f"This is no valid HTTP request, or its head has more than {MAX_HEAD_BYTES} bytes."
@@ -199,7 +206,10 @@ class BoundedConnection(H11Protocol):
         """End the connection that has waited longest, or this new one if all have sent something."""
         oldest = islice(self._limits.waiting, MAX_CANDIDATES)
         unused = next((one for one in oldest if not one._has_unread_bytes()), self)
-        message = f"The server has {self._limits.max_connections} connections, as many as it takes: try again in 1 s."
+        message = (
+            f"The server has {self._limits.max_connections} connections, as many as it takes: try again in 1 "
+            "s."
+        )
         headers = {"retry-after": "1", "connection": "close"}
         unused._end(
             message,
@@ -216,9 +226,13 @@ class BoundedConnection(H11Protocol):
             response = error_response(error)
             status = f"{error.status} {HTTPStatus(error.status).phrase}".encode()
             head = b"".join(b"%s: %s\r\n" % pair for pair in response.raw_headers)
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n" + msgspec.json.encode(error.body))
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n" + msgspec.json.encode(error.body)
+            )
         self.transport.close()
 
     def _stalled(self) -> None:
-        logger.warning("A client has not read on for %g s: its connection is closed.", self._limits.write_seconds)
+        logger.warning(
+            "A client has not read on for %g s: its connection is closed.", self._limits.write_seconds
+        )
         self.transport.abort()

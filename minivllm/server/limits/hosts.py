@@ -1,9 +1,9 @@
 """Host names that a server answers to.
 
-A page that a browser shows may resolve its name to this machine (DNS rebinding), and is then of the same origin as the
-server, as far as the browser can tell. The Host header still carries the page's name. That name is a public domain, so
-it has a dot. An address needs no lookup, a name without a dot is one of the local network, and ``*.localhost`` always
-means this machine (RFC 6761, section 6.3): these are answered to.
+A page that a browser shows may resolve its name to this machine (DNS rebinding), and is then of the same
+origin as the server, as far as the browser can tell. The Host header still carries the page's name. That name
+is a public domain, so it has a dot. An address needs no lookup, a name without a dot is one of the local
+network, and ``*.localhost`` always means this machine (RFC 6761, section 6.3): these are answered to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LABEL = re.compile(r"[a-z0-9_-]+")
 
 
 class KnownHosts:
-    """Reads a target in absolute form (``GET http://host/path``, RFC 9112, section 3.2.2), and refuses foreign hosts.
+    """Reads a target in absolute form (``GET http://host/path``, RFC 9112, section 3.2.2),
+    and refuses foreign hosts.
 
     hosts: names with a dot that are answered to, lower case; None for any.
     """
@@ -46,8 +47,10 @@ class KnownHosts:
         names = "".join(f", {name}" for name in sorted(self._hosts or ()))
         return ApiError(
             403,
-            f"This server has no host name {name[:MAX_SHOWN_CHARACTERS]!r}; it answers to localhost, addresses, names "
-            f"without a dot{names}. If that name is right, start the server with --allowed-host and the name, or with "
+            f"This server has no host name {name[:MAX_SHOWN_CHARACTERS]!r}; it answers to localhost, "
+            "addresses, names "
+            f"without a dot{names}. If that name is right, start the server with --allowed-host and the "
+            "name, or with "
             "--api-key.",
             type="permission_error",
             code="unknown_host",

@@ -20,12 +20,14 @@ from minivllm.server.bodies.json_bounds import JsonBounds, check_utf8
 access_logger = logging.getLogger("minivllm.server.access")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""Answered without a key; "/" is a page without data. Everything else needs one, paths that do not exist too."""
+"""Answered without a key; "/" is a page without data.
+Everything else needs one, paths that do not exist too."""
 LARGE_BODY_BYTES = 65536
-"""From here on, work on a body leaves the event loop, and waits for other large bodies instead of small ones."""
+"""From here on, work on a body leaves the event loop,
+and waits for other large bodies instead of small ones."""
 TRIM_SECONDS = 0.5
-"""After a request with a large body, or the last one of several, until the memory that they took goes back. Requests in
-between share that."""
+"""After a request with a large body, or the last one of several,
+until the memory that they took goes back. Requests in between share that."""
 body_bytes: ContextVar[int] = ContextVar("body_bytes", default=0)
 """Length of the body of the request that is being served."""
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -39,7 +41,8 @@ class CountsErrors(Protocol):
 
 
 class AccessLog:
-    """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body.
+    """Gives every request an id, echoes the client's own, and logs method, path, status and time;
+    never a body.
 
     HEAD is answered like GET: the connection leaves the body out.
     """
@@ -88,8 +91,8 @@ class AccessLog:
 
 
 class RequireKey:
-    """Refuses whatever carries none of the keys, by the path the server itself routes on. Preflights need none: they
-    are answered before this."""
+    """Refuses whatever carries none of the keys, by the path the server itself routes on. Preflights need
+    none: they are answered before this."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -122,8 +125,8 @@ class RequireKey:
 class BodyLimit:
     """Takes a body in and refuses one that is too large, or holds too much, before anything parses it.
 
-    max_bytes: of one body, by its announced length, then as it comes. max_total_bytes: of all bodies of requests that
-    are not over. bounds: of what a body holds.
+    max_bytes: of one body, by its announced length, then as it comes. max_total_bytes: of all bodies of
+    requests that are not over. bounds: of what a body holds.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, bounds: JsonBounds) -> None:
@@ -171,7 +174,8 @@ class BodyLimit:
                 self._trim_soon()
 
     def _trim_soon(self) -> None:
-        """Texts, tokens and answers of many megabytes are gone, but the C library would keep the room for them."""
+        """Texts, tokens and answers of many megabytes are gone,
+        but the C library would keep the room for them."""
         if self._is_trim_due:
             return
         self._is_trim_due = True
@@ -190,15 +194,22 @@ class BodyLimit:
     def _check_head(self, scope: Scope) -> None:
         names = [name for name, _ in scope["headers"]]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
-            # Servers disagree on where such a request ends, and what one takes for a body is a request to another.
+            # Servers disagree on where such a request ends,
+            # and what one takes for a body is a request to another.
             message = "The request has both Content-Length and Transfer-Encoding: send one of them."
             if b"content-length" not in names:
-                message = "The request has Transfer-Encoding, which HTTP/1.0 does not know: send Content-Length."
+                message = (
+                    "The request has Transfer-Encoding, which HTTP/1.0 does not know: send Content-Length."
+                )
             raise ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
         encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
         if any(value.strip().lower() != b"identity" for value in encodings):
-            # What unpacks a body would have to bound it a second time, and the clients of this protocol pack none.
-            message = "The body is compressed (Content-Encoding), which this server does not read: send it as it is."
+            # What unpacks a body would have to bound it a second time,
+            # and the clients of this protocol pack none.
+            message = (
+                "The body is compressed (Content-Encoding), which this server does not read: send it as it "
+                "is."
+            )
             headers = {"accept-encoding": "identity", "connection": "close"}
             raise ApiError(415, message, code="unsupported_content_encoding", headers=headers)
         announced = _header(scope, b"content-length") or b"0"
@@ -211,7 +222,8 @@ class BodyLimit:
         if self._num_total_bytes > self._max_total_bytes:
             raise ApiError(
                 429,
-                f"The requests being served have bodies of more than {self._max_total_bytes} bytes in all. Try again "
+                f"The requests being served have bodies of more than {self._max_total_bytes} bytes in all. "
+                "Try again "
                 "in 1 s.",
                 type="rate_limit_error",
                 code="queue_full",
@@ -228,10 +240,13 @@ class BodyLimit:
 
 
 def _received(pieces: list[bytes], receive: Receive) -> Receive:
-    """``receive`` of a request whose body is there already: the body, which is then let go, and what comes after it."""
+    """``receive`` of a request whose body is there already:
+    the body, which is then let go, and what comes after it."""
 
     async def receive_again() -> Message:
-        return {"type": "http.request", "body": pieces.pop(), "more_body": False} if pieces else await receive()
+        return (
+            {"type": "http.request", "body": pieces.pop(), "more_body": False} if pieces else await receive()
+        )
 
     return receive_again
 

@@ -1,4 +1,5 @@
-"""Which parser an answer needs: told by a flag, read off the chat template, or by the form that a grammar forced."""
+"""Which parser an answer needs:
+told by a flag, read off the chat template, or by the form that a grammar forced."""
 
 import json
 import re
@@ -27,7 +28,8 @@ REASONING_PARSERS = ("think",)
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes. tool_call_parser: a key of TOOL_CALL_PARSERS. has_reasoning: it thinks in ``<think>``."""
+    """How a model writes. tool_call_parser: a key of TOOL_CALL_PARSERS.
+    has_reasoning: it thinks in ``<think>``."""
 
     tool_call_parser: str | None
     has_reasoning: bool
@@ -50,7 +52,9 @@ def choose_answer_format(chat_template: str, tool_call_parser: str, reasoning_pa
     """From the flags, which ``check_parsers`` knows, or where they say "auto" from the template."""
     tools = None if tool_call_parser == "none" else tool_call_parser
     if tools == "auto":
-        is_llama = LLAMA_TAG in chat_template or ("tools" in chat_template and '"parameters"' in chat_template)
+        is_llama = LLAMA_TAG in chat_template or (
+            "tools" in chat_template and '"parameters"' in chat_template
+        )
         tools = "hermes" if HERMES_OPEN in chat_template else "llama" if is_llama else None
     thinks = OPEN in chat_template if reasoning_parser == "auto" else reasoning_parser == "think"
     return AnswerFormat(tools, thinks)
@@ -123,6 +127,6 @@ class CallsOrAnswer:
 
 
 def _compact(text: str) -> str:
-    """The beginning of a JSON text without the whitespace outside of its strings, none of which has an escaped quote:
-    no call begins with such a string."""
+    """The beginning of a JSON text without the whitespace outside of its strings, none of which has an
+    escaped quote: no call begins with such a string."""
     return re.sub(rf'("[^"]*"?)|[{WHITESPACE}]', r"\1", text)

@@ -1,4 +1,5 @@
-"""The pieces that a model's text is taken apart into. However a text is cut into deltas, the pieces add up the same."""
+"""The pieces that a model's text is taken apart into.
+However a text is cut into deltas, the pieces add up the same."""
 
 from dataclasses import dataclass
 from typing import Protocol

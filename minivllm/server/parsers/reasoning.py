@@ -16,8 +16,8 @@ class _State(Enum):
 class ThinkParser:
     """Hands what follows the reasoning to ``inner``. A tag counts only at the very beginning of the answer.
 
-    starts_inside: the prompt already opened the tag, as some chat templates do. Newlines next to the tags belong to
-    neither part.
+    starts_inside: the prompt already opened the tag, as some chat templates do.
+    Newlines next to the tags belong to neither part.
     """
 
     def __init__(self, inner: Parser, *, starts_inside: bool) -> None:

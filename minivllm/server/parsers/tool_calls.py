@@ -1,7 +1,8 @@
 """The two common ways in which models write tool calls, and the JSON object that both write a call as.
 
-A call's arguments are passed on as the model writes them, before the object is complete; so they are not checked, and a
-model may leave them invalid. Only the object around them is understood, character by character.
+A call's arguments are passed on as the model writes them, before the object is complete; so they are not
+checked, and a model may leave them invalid. Only the object around them is understood, character by
+character.
 """
 
 import json
@@ -11,7 +12,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from minivllm.server.parsers.events import CallArguments, CallBroken, CallEnd, CallStart, Content, Event, split_at_tag
+from minivllm.server.parsers.events import (
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    split_at_tag,
+)
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 WHITESPACE = " \t\r\n"
@@ -20,8 +29,9 @@ WHITESPACE = " \t\r\n"
 class CallObjectReader:
     """Reads one object and stops after it.
 
-    A call is announced as soon as its name is known and its arguments begin. ``requires_arguments``: an object with a
-    name alone is no call. raw: everything read so far; of an object that is no call, it is the caller's text.
+    A call is announced as soon as its name is known and its arguments begin. ``requires_arguments``: an
+    object with a name alone is no call. raw: everything read so far; of an object that is no call, it is the
+    caller's text.
     """
 
     def __init__(self, *, requires_arguments: bool) -> None:
@@ -73,7 +83,8 @@ class CallObjectReader:
         events.append(CallStart(self._name))
 
     def _read(self) -> Generator[None, str, bool]:
-        """Is sent the object's characters; True after its last one, False at one that does not belong to it."""
+        """Is sent the object's characters;
+        True after its last one, False at one that does not belong to it."""
         if (yield from self._next()) != "{":
             return False
         while (char := (yield from self._next())) == '"':
@@ -153,7 +164,8 @@ LLAMA_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a call is written where a grammar forces one: ``opening``, an object of name and arguments, ``closing``.
+    """How a call is written where a grammar forces one:
+    ``opening``, an object of name and arguments, ``closing``.
 
     arguments_key: the arguments' name in that object. separator: stands between two calls.
     """
@@ -164,7 +176,8 @@ class CallForm:
     separator: str
 
     def begin(self, name: str) -> str:
-        """By what a call of ``name`` is told from an answer: its opening, or else all before its arguments."""
+        """By what a call of ``name`` is told from an answer:
+        its opening, or else all before its arguments."""
         return self.opening.strip() or f'{{"name": "{name}", "{self.arguments_key}":'
 
 
@@ -276,7 +289,8 @@ class HermesParser(CallParser):
 class LlamaParser(CallParser):
     """``{"name": …, "parameters": {…}}``, several separated by ``;``, as Llama 3 writes it.
 
-    The answer must begin with it; ``<|python_tag|>`` may stand before it (it is a special token, mostly left out).
+    The answer must begin with it; ``<|python_tag|>`` may stand before it (it is a special token,
+    mostly left out).
     """
 
     form = CallForm("", "parameters", "", "; ")

@@ -63,7 +63,8 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class FunctionCall(Body):
-    """arguments: JSON as a string, as the model wrote it. parsed_arguments: the same again, from client helpers."""
+    """arguments: JSON as a string, as the model wrote it.
+    parsed_arguments: the same again, from client helpers."""
 
     labels = PART_LABELS
     name: str
@@ -131,8 +132,8 @@ class AssistantMessage(Body):
     """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back.
 
     reasoning: another name of reasoning_content, which clients of newer servers send.
-    parsed: the content again, as objects, which the parse helper of clients puts beside it. provider_specific_fields:
-    fields of the answer again, as litellm keeps them.
+    parsed: the content again, as objects, which the parse helper of clients puts beside it.
+    provider_specific_fields: fields of the answer again, as litellm keeps them.
     """
 
     labels = MESSAGE_LABELS
@@ -271,12 +272,13 @@ ToolChoice = (
 class TemplateFields(Body):
     """Arguments of the model's chat template for a conversation.
 
-    reasoning_effort, chat_template_kwargs: names that the template knows; "none" switches thinking off, and so does
-    False for enable_thinking or think, its names with other servers. continue_final_message: go on with the last
-    message, which needs add_generation_prompt to be False or left out. add_special_tokens: put around it what the
-    tokenizer puts around texts. parse_special_tokens: special tokens that stand in messages and tools count as such;
-    by default they are text, so that no message can end its turn and begin another. documents: for templates that know
-    them. chat_template: takes the place of the model's, where the operator allows it.
+    reasoning_effort, chat_template_kwargs: names that the template knows; "none" switches thinking off, and
+    so does False for enable_thinking or think, its names with other servers. continue_final_message: go on
+    with the last message, which needs add_generation_prompt to be False or left out. add_special_tokens: put
+    around it what the tokenizer puts around texts. parse_special_tokens: special tokens that stand in
+    messages and tools count as such; by default they are text, so that no message can end its turn and begin
+    another. documents: for templates that know them. chat_template: takes the place of the model's, where the
+    operator allows it.
     """
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -297,10 +299,11 @@ class TemplateFields(Body):
 class ChatCompletionRequest(RequestFields, NeutralFields, TemplateFields):
     """A conversation to continue.
 
-    max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
-    every token of the answer. include_reasoning: False leaves the reasoning out of the answer. echo: begin the answer
-    with the last message, if that is the assistant's. In place of an answer in the form of response_format the model
-    may call a tool. store: either, nothing is kept. verbosity and all that follow it: only values that change nothing.
+    max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs,
+    top_logprobs: for every token of the answer. include_reasoning: False leaves the reasoning out of the
+    answer. echo: begin the answer with the last message, if that is the assistant's. In place of an answer in
+    the form of response_format the model may call a tool. store: either, nothing is kept. verbosity and all
+    that follow it: only values that change nothing.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -394,7 +397,8 @@ class ChatCompletion(TypedDict):
 
 
 class Delta(TypedDict):
-    """tool_calls: the place of the call as ``index``, and what is new of it. reasoning: as in ``AnswerMessage``."""
+    """tool_calls: the place of the call as ``index``, and what is new of it.
+    reasoning: as in ``AnswerMessage``."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]

@@ -1,4 +1,5 @@
-"""``/v1/completions``, ``/v1/embeddings``, ``/v1/score``: bodies and answers about texts, and counts of tokens."""
+"""``/v1/completions``, ``/v1/embeddings``, ``/v1/score``:
+bodies and answers about texts, and counts of tokens."""
 
 from typing import Annotated, Literal, NotRequired
 
@@ -7,7 +8,14 @@ from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS
 from minivllm.server.bodies.body import OrDefault
-from minivllm.server.bodies.fields import MAX_PROMPTS, MAX_TOKEN_ID, CallerFields, Prompts, RequestFields, Text
+from minivllm.server.bodies.fields import (
+    MAX_PROMPTS,
+    MAX_TOKEN_ID,
+    CallerFields,
+    Prompts,
+    RequestFields,
+    Text,
+)
 
 
 class PromptTokensDetails(TypedDict):
@@ -37,11 +45,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
 class CompletionRequest(RequestFields):
     """Texts to continue.
 
-    prompt: a text, a list of texts, token ids or lists of token ids. Special tokens in a text count as such, as in
-    vLLM: a client that sends a whole prompt writes its turns too. echo: repeat the prompt before its completion, with
-    logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
-    alternatives to report per token. add_special_tokens: True puts around a text what the tokenizer puts around texts.
-    suffix: none, the models served here do not fill gaps.
+    prompt: a text, a list of texts, token ids or lists of token ids. Special tokens in a text count as such,
+    as in vLLM: a client that sends a whole prompt writes its turns too. echo: repeat the prompt before its
+    completion, with logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with
+    echo. logprobs: how many alternatives to report per token. add_special_tokens: True puts around a text
+    what the tokenizer puts around texts. suffix: none, the models served here do not fill gaps.
     """
 
     prompt: Prompts
@@ -53,7 +61,8 @@ class CompletionRequest(RequestFields):
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry per token; the first token of an echoed prompt has none. text_offset: where each token begins."""
+    """One entry per token; the first token of an echoed prompt has none.
+    text_offset: where each token begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -83,7 +92,8 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """created: Unix time [seconds]. usage: null on the chunks of a stream but the last one, if it was asked for."""
+    """created: Unix time [seconds].
+    usage: null on the chunks of a stream but the last one, if it was asked for."""
 
     id: str
     object: Literal["text_completion"]
@@ -94,14 +104,16 @@ class Completion(TypedDict):
 
 
 class PoolingFields(CallerFields):
-    """pooling: the state of the last token, or the mean of all. truncate_prompt_tokens: see ``RequestFields``."""
+    """pooling: the state of the last token, or the mean of all.
+    truncate_prompt_tokens: see ``RequestFields``."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     pooling: OrDefault[Literal["last", "mean"]] = "last"
 
 
 class EmbeddingRequest(PoolingFields):
-    """input: what is to become vectors. encoding_format: numbers, or base64 of float32 in little-endian order.
+    """input: what is to become vectors.
+    encoding_format: numbers, or base64 of float32 in little-endian order.
 
     dimensions: understood, so that it can be refused with a reason. normalize: scale to length 1.
     """
@@ -159,7 +171,8 @@ class ScoreList(TypedDict):
 
 
 class RerankRequest(PoolingFields):
-    """documents: to be put in order, the one most like ``query`` first. top_n: how many come back; 0 is all."""
+    """documents: to be put in order, the one most like ``query`` first.
+    top_n: how many come back; 0 is all."""
 
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]

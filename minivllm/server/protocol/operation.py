@@ -1,4 +1,5 @@
-"""Models and adapters by name, ``/tokenize``, ``/detokenize``, ``/version``, ``/health``: bodies and answers."""
+"""Models and adapters by name, ``/tokenize``, ``/detokenize``, ``/version``, ``/health``:
+bodies and answers."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +15,8 @@ AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.
 
 
 class LoadAdapterRequest(Body):
-    """lora_name: the model's name from here on. lora_path: a directory in PEFT's format, inside the server's own."""
+    """lora_name: the model's name from here on.
+    lora_path: a directory in PEFT's format, inside the server's own."""
 
     lora_name: AdapterName
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -27,8 +29,8 @@ class UnloadAdapterRequest(Body):
 class ModelCard(TypedDict):
     """created: when the server started, Unix time [seconds]. root: what was loaded under this name.
 
-    parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says nothing.
-    input_modalities: "text", and "image" where the model sees.
+    parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says
+    nothing. input_modalities: "text", and "image" where the model sees.
     """
 
     id: str
@@ -56,9 +58,9 @@ class DeletedModel(TypedDict):
 class TokenizeRequest(TemplateFields):
     """Exactly one of prompt (a text) and messages (a conversation, by the chat template).
 
-    add_special_tokens: what the tokenizer puts around a text; left out, a prompt gets them, and messages do not, whose
-    template writes its own. parse_special_tokens: special tokens in the text count as such; left out, they do in a
-    prompt and do not in messages, as when generating.
+    add_special_tokens: what the tokenizer puts around a text; left out, a prompt gets them, and messages do
+    not, whose template writes its own. parse_special_tokens: special tokens in the text count as such; left
+    out, they do in a prompt and do not in messages, as when generating.
     """
 
     labels = LABELS

@@ -1,4 +1,5 @@
-"""``/v1/responses``: the body, the answer, its items. Stateless: nothing is stored, so nothing can be referred to."""
+"""``/v1/responses``: the body, the answer, its items.
+Stateless: nothing is stored, so nothing can be referred to."""
 
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -16,7 +17,12 @@ from minivllm.server.bodies.fields import (
     ReasoningEffort,
     SamplingFields,
 )
-from minivllm.server.bodies.formats import FunctionName, JsonSchemaFormat, ResponseFormatJsonObject, ResponseFormatText
+from minivllm.server.bodies.formats import (
+    FunctionName,
+    JsonSchemaFormat,
+    ResponseFormatJsonObject,
+    ResponseFormatText,
+)
 from minivllm.server.bodies.other_clients import PART_LABELS
 from minivllm.server.protocol.chat import (
     MAX_MESSAGES,
@@ -88,8 +94,8 @@ class MessageItem(Item):
 
 
 class FunctionCallItem(FunctionItem):
-    """arguments: JSON as the model wrote it, cut where the call is incomplete. parsed_arguments: the same again, from
-    helpers of clients."""
+    """arguments: JSON as the model wrote it, cut where the call is incomplete.
+    parsed_arguments: the same again, from helpers of clients."""
 
     type: Literal["function_call"]
     name: str
@@ -143,8 +149,8 @@ class ReasoningText(Body):
 class ReasoningItem(Item):
     """Reasoning of an earlier answer, sent back; it goes to the chat template with the message that follows.
 
-    summary: stands in for the content where another server kept that to itself. encrypted_content: of another server,
-    and not to be read here.
+    summary: stands in for the content where another server kept that to itself.
+    encrypted_content: of another server, and not to be read here.
     """
 
     type: Literal["reasoning"]
@@ -252,14 +258,18 @@ class ResponseTextJsonSchema(JsonSchemaFormat):
 
 class TextSettings(Body):
     format: (
-        Annotated[ResponseFormatText | ResponseFormatJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
+        Annotated[
+            ResponseFormatText | ResponseFormatJsonObject | ResponseTextJsonSchema,
+            Field(discriminator="type"),
+        ]
         | None
     ) = None
     verbosity: NeutralVerbosity = None
 
 
 class ReasoningSettings(Body):
-    """summary: "auto" leaves it to the model, and models here write none; their reasoning is in the answer as it is."""
+    """summary: "auto" leaves it to the model, and models here write none;
+    their reasoning is in the answer as it is."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
@@ -282,16 +292,18 @@ Includable = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
-"""Parts of items that answers here never have, reasoning, which is there in plain text, and log-probabilities."""
+"""Parts of items that answers here never have, reasoning, which is there in plain text,
+and log-probabilities."""
 
 
 class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     """A conversation to continue, as a text or a list of items.
 
-    instructions: a system message before it. store: either, nothing is kept, as the answer says. max_tool_calls:
-    counts calls of tools that the server itself runs, of which there are none. truncation: "auto" leaves the oldest
-    items out of a conversation that is too long. top_logprobs: needs ``include`` with message.output_text.logprobs.
-    previous_response_id and all that follow it: only values that change nothing, but for those two.
+    instructions: a system message before it. store: either, nothing is kept, as the answer says.
+    max_tool_calls: counts calls of tools that the server itself runs, of which there are none. truncation:
+    "auto" leaves the oldest items out of a conversation that is too long. top_logprobs: needs ``include``
+    with message.output_text.logprobs. previous_response_id and all that follow it: only values that change
+    nothing, but for those two.
     """
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -333,7 +345,8 @@ class OutputPart(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """A message (role, content), a call (call_id, name, arguments or input) or reasoning (summary, content)."""
+    """A message (role, content), a call (call_id, name,
+    arguments or input) or reasoning (summary, content)."""
 
     id: str
     type: Literal["message", "function_call", "custom_tool_call", "reasoning"]

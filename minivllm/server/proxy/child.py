@@ -1,4 +1,5 @@
-"""The command line, in a process that ends with the one that started it: ``python -m … FD DIRECTORY ARGUMENTS``.
+"""The command line, in a process that ends with the one that started it:
+``python -m … FD DIRECTORY ARGUMENTS``.
 
 FD: a pipe that only the parent holds open, so that its end says that the parent has gone, even by kill -9.
 DIRECTORY: the parent's, for sockets, which is then removed.

@@ -31,8 +31,8 @@ POLL_SECONDS = 0.1
 READY_SECONDS = 5.0
 """How long a server that listens may take to say that it is ready, before it is asked again."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second try to start a server that ended; twice as long before every later one, up to the longest.
-The first try comes at once."""
+"""Seconds before the second try to start a server that ended; twice as long before every later one, up to the
+longest. The first try comes at once."""
 STABLE_SECONDS = 60.0
 """A server that has lived so long begins with the first try again."""
 KILL_SECONDS = 5.0
@@ -52,17 +52,19 @@ class Shape:
         found = re.fullmatch(r"([1-9]\d?)P([1-9]\d?)D", text)
         if found is None or int(found[1]) + int(found[2]) > MAX_SERVERS:
             raise ConfigError(
-                f"--disaggregated is {text!r}, but must be like 1P1D or 2P1D: so many servers that compute prompts, "
+                f"--disaggregated is {text!r}, but must be like 1P1D or 2P1D: so many servers that compute "
+                "prompts, "
                 f"and so many that write answers, {MAX_SERVERS} in all."
             )
         return cls(int(found[1]), int(found[2]))
 
 
 class Child:
-    """A running server, which ends when ``life_fd`` has no writer any more. name: "prefill 1". url: where it will
-    listen. command: "serve" or "proxy", and its flags but for --port. num_sharing: workers that share the cores with
-    those of this server, and they themselves. directory: for sockets, which it removes if its parent is killed.
-    does_start: it was ready once, or is starting for the first time, and has not failed to start again since."""
+    """A running server, which ends when ``life_fd`` has no writer any more. name: "prefill 1". url: where it
+    will listen. command: "serve" or "proxy", and its flags but for --port. num_sharing: workers that share
+    the cores with those of this server, and they themselves. directory: for sockets, which it removes if its
+    parent is killed. does_start: it was ready once, or is starting for the first time, and has not failed to
+    start again since."""
 
     def __init__(
         self,
@@ -125,9 +127,11 @@ class Child:
 
 
 class Children:
-    """The servers of one shape, which exchange blocks through sockets in a private directory and divide the cores.
+    """The servers of one shape, which exchange blocks through sockets in a private directory and divide the
+    cores.
 
-    command: "serve", the model and its flags. num_workers: of each. They end with this process, whatever ends it.
+    command: "serve", the model and its flags. num_workers: of each.
+    They end with this process, whatever ends it.
     """
 
     def __init__(
@@ -144,13 +148,21 @@ class Children:
         addresses = [f"unix://{self._directory.path}/{number}" for number in range(shape.num_prefill)]
 
         def start(name: str, role: str, extra: dict[str, Any]) -> Child:
-            config = {"kv_connector": "LookupBufferConnector", "kv_role": role, "kv_connector_extra_config": extra}
+            config = {
+                "kv_connector": "LookupBufferConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": extra,
+            }
             own = [*command, f"--kv-transfer-config={json.dumps(config)}"]
             num_sharing = num_workers * (shape.num_prefill + shape.num_decode)
             return Child(name, own, api_keys, self._life_fd, num_sharing, str(self._directory.path))
 
-        self.prefill = [start(f"prefill {n}", "kv_producer", {"address": one}) for n, one in enumerate(addresses, 1)]
-        self.decode = [start(f"decode {n + 1}", "kv_consumer", {"peers": addresses}) for n in range(shape.num_decode)]
+        self.prefill = [
+            start(f"prefill {n}", "kv_producer", {"address": one}) for n, one in enumerate(addresses, 1)
+        ]
+        self.decode = [
+            start(f"decode {n + 1}", "kv_consumer", {"peers": addresses}) for n in range(shape.num_decode)
+        ]
         self.all = [*self.prefill, *self.decode]
 
     async def wait_until_ready(self) -> None:
@@ -158,7 +170,8 @@ class Children:
         await wait_until_ready(self.all)
 
     async def watch(self) -> None:
-        """Start servers that end again. Raises EngineDeadError when no decode server runs, and none starts again."""
+        """Start servers that end again.
+        Raises EngineDeadError when no decode server runs, and none starts again."""
         async with httpx.AsyncClient(timeout=READY_SECONDS, trust_env=False) as client:
             tasks = [asyncio.ensure_future(self._keep_up(child, client)) for child in self.all]
             try:
@@ -175,7 +188,9 @@ class Children:
             logger.error(child.ending)
             if time.monotonic() - up_since >= STABLE_SECONDS:
                 num_tries = 0
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (num_tries - 1)) if num_tries else 0.0)
+            await asyncio.sleep(
+                min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (num_tries - 1)) if num_tries else 0.0
+            )
             num_tries += 1
             child.start()
             up_since = time.monotonic()

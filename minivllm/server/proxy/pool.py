@@ -10,12 +10,13 @@ from contextlib import contextmanager
 REST_SECONDS = 5.0
 """A server that failed gets nothing for so long, as long as the request can do without it."""
 SLACK = 2
-"""Requests that a server may have more than the least busy one, for the sake of a prefix that it may have cached."""
+"""Requests that a server may have more than the least busy one,
+for the sake of a prefix that it may have cached."""
 
 
 class Backend:
-    """url: without a path. load: requests that it works on for this proxy. has_failed: lately, and it has not answered
-    since."""
+    """url: without a path. load: requests that it works on for this proxy.
+    has_failed: lately, and it has not answered since."""
 
     def __init__(self, url: str) -> None:
         self.url, self.load, self.has_failed = url, 0, False
@@ -46,8 +47,8 @@ class Backend:
 class Pool:
     """Prompts that begin alike go to the same server, unless it is busier than another one.
 
-    The server is the one whose hash with the prefix is the largest (rendezvous hashing), so that one server more or
-    less moves only its own share.
+    The server is the one whose hash with the prefix is the largest (rendezvous hashing), so that one server
+    more or less moves only its own share.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""The proxy's view of a request's body: the approximate length of the prompt, its beginning, the body for prefill."""
+"""The proxy's view of a request's body:
+the approximate length of the prompt, its beginning, the body for prefill."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ PREFIX_BYTES = 1024
 
 
 class Prompt:
-    """One request to a generating path. num_tokens: about. prefix: its beginning, for finding the same server again."""
+    """One request to a generating path. num_tokens: about.
+    prefix: its beginning, for finding the same server again."""
 
     def __init__(self, path: str, body: bytes) -> None:
-        """Raises ApiError 400 for what clients may not say. A body that is no JSON object is left to the servers."""
+        """Raises ApiError 400 for what clients may not say.
+        A body that is no JSON object is left to the servers."""
         self._path = path
         try:
             self._fields = msgspec.json.decode(body, type=dict[str, Any])
@@ -55,7 +58,9 @@ class Prompt:
         if "kv_transfer_params" in self._fields:
             raise unsupported("kv_transfer_params", "is not for clients: leave it out.")
         parts: list[Any] = [self._fields.get(name) for name in PROMPT_FIELDS[path]]
-        self.num_tokens = max(map(_length, parts[0])) if _are_several(path, parts[0]) else sum(map(_length, parts))
+        self.num_tokens = (
+            max(map(_length, parts[0])) if _are_several(path, parts[0]) else sum(map(_length, parts))
+        )
         self.prefix = msgspec.json.encode(parts)[:PREFIX_BYTES]
         self.is_stream = self._fields.get("stream") is True
 
@@ -66,7 +71,12 @@ class Prompt:
 
 
 def _are_several(path: str, prompt: Any) -> bool:
-    return path == "/v1/completions" and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return (
+        path == "/v1/completions"
+        and isinstance(prompt, list)
+        and bool(prompt)
+        and not isinstance(prompt[0], int)
+    )
 
 
 def _length(value: Any) -> int:

@@ -33,8 +33,9 @@ async def run_proxy(
     drain_timeout: float = 30.0,
     until: Callable[[], Awaitable[None]] = never,
 ) -> bool:
-    """Serve until SIGTERM, SIGINT, or the end of ``until``, whose exception it raises. A second signal ends it at once,
-    which makes the result True. Afterwards both signals are ignored: what is left to do is short."""
+    """Serve until SIGTERM, SIGINT, or the end of ``until``, whose exception it raises. A second signal ends
+    it at once, which makes the result True. Afterwards both signals are ignored: what is left to do is
+    short."""
     relay = Relay(settings)
     limits = ConnectionLimits(max_connections=max_connections(FILES_PER_CONNECTION))
     server = Uvicorn(build_proxy_app(relay, api_keys, max_body_bytes, known_hosts), limits, drain_timeout)

@@ -1,8 +1,8 @@
 """A request's way through the proxy: one token from a prefill server, then the answer from a decode server.
 
-The prompt goes to both as the client wrote it. The decode server finds the blocks under their hashes, so no parameters
-travel, and there is nothing that a client could forge. Whatever goes wrong with prefill, the decode server computes the
-prompt itself.
+The prompt goes to both as the client wrote it. The decode server finds the blocks under their hashes, so no
+parameters travel, and there is nothing that a client could forge. Whatever goes wrong with prefill, the
+decode server computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ ATTEMPTS = 2
 """Servers of each kind that a request is sent to: one that kills its server must not kill all of them."""
 CONNECT_SECONDS = 5.0
 MAX_CONNECTING = 32
-"""Connections to servers that are being made at a time: of a burst of thousands, some would be late by themselves."""
+"""Connections to servers that are being made at a time:
+of a burst of thousands, some would be late by themselves."""
 PROBE_SECONDS = 1.0
 """A server that failed must answer under /ready within this time before it gets a request again."""
-FORWARDED = frozenset((b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate", b"accept"))
+FORWARDED = frozenset(
+    (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate", b"accept")
+)
 RETURNED = (
     "content-type",
     "content-encoding",
@@ -53,9 +56,9 @@ BUSY, UNAVAILABLE = 429, (502, 503)
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
-    """prefill, decode: addresses of servers. min_prefill_tokens: shorter prompts, about, go to a decode server alone.
-    prefill_timeout: seconds after which the decode server computes the prompt instead; the prefill server is then left
-    out until it answers again. timeout: seconds that a server may be silent."""
+    """prefill, decode: addresses of servers. min_prefill_tokens: shorter prompts, about, go to a decode
+    server alone. prefill_timeout: seconds after which the decode server computes the prompt instead; the
+    prefill server is then left out until it answers again. timeout: seconds that a server may be silent."""
 
     prefill: Sequence[str]
     decode: Sequence[str]
@@ -82,7 +85,8 @@ class ProxyMetrics:
 
 
 class ConnectPlaces:
-    """Lets few requests connect at a time. A trace of httpx, which is called before and after each of their steps.
+    """Lets few requests connect at a time.
+    A trace of httpx, which is called before and after each of their steps.
 
     The time limit of a connection begins when it has a place.
     """
@@ -139,7 +143,9 @@ class Relay:
         limit = self._settings.prefill_timeout
         try:
             async with asyncio.timeout(limit):
-                while len(tried) < ATTEMPTS and (backend := self.prefill.pick(prompt.prefix, tried, may_rest=False)):
+                while len(tried) < ATTEMPTS and (
+                    backend := self.prefill.pick(prompt.prefix, tried, may_rest=False)
+                ):
                     tried.append(backend)
                     if backend.has_failed:
                         backend.rest(limit + PROBE_SECONDS)
@@ -170,7 +176,8 @@ class Relay:
         return False
 
     async def _decode(self, method: str, path: str, body: bytes, headers: Headers, prefix: bytes) -> Response:
-        """The answer of a decode server; of another one if nothing has come from the first. Raises ApiError."""
+        """The answer of a decode server; of another one if nothing has come from the first.
+        Raises ApiError."""
         tried: list[Backend] = []
         refusal: Response | None = None
         while len(tried) < ATTEMPTS and (backend := self.decode.pick(prefix, tried)):
@@ -200,11 +207,14 @@ class Relay:
         raise unreachable()
 
     async def _answer(self, path: str, request: httpx.Request, until_end: ExitStack) -> Response:
-        """An answer in one piece, or a stream whose first piece is there. until_end: closed when the answer is over."""
+        """An answer in one piece, or a stream whose first piece is there.
+        until_end: closed when the answer is over."""
         response = await self._client.send(request, stream=True)
         response.headers.encoding = "latin-1"  # so that they go on as they came
         returned = {name: response.headers[name] for name in RETURNED if name in response.headers}
-        is_stream = response.status_code == 200 and returned.get("content-type", "").startswith("text/event-stream")
+        is_stream = response.status_code == 200 and returned.get("content-type", "").startswith(
+            "text/event-stream"
+        )
         try:
             if response.status_code not in STATUSES:
                 return error_response(no_answer(response.status_code))
@@ -243,7 +253,8 @@ class Relay:
 
 
 async def _frames(response: httpx.Response, until_end: ExitStack) -> AsyncGenerator[bytes, None]:
-    """The pieces of a stream as they come. Raises ApiError if it breaks off; closed early, it ends the request."""
+    """The pieces of a stream as they come.
+    Raises ApiError if it breaks off; closed early, it ends the request."""
     try:
         with until_end:
             has_begun = False
@@ -263,7 +274,12 @@ def _error_frames(path: str, error: ApiError) -> bytes:
     """How a stream ends that breaks off."""
     if path == "/v1/responses":
         detail = error.detail
-        named = {"code": detail["code"], "message": detail["message"], "param": detail["param"], "error": detail}
+        named = {
+            "code": detail["code"],
+            "message": detail["message"],
+            "param": detail["param"],
+            "error": detail,
+        }
         return event_frame("error", {"type": "error", **named})
     return data_frame(error.body) + DONE
 
@@ -278,7 +294,8 @@ def _escaped_path(request: Request) -> str:
     """The path of a request, with everything escaped that a URL could mean otherwise. Raises ApiError 404."""
     path: str = request.scope["path"]
     if not {".", ".."}.isdisjoint(path.split("/")):
-        # Whatever reads the URL next would take them out, and find another path than the one that is allowed here.
+        # Whatever reads the URL next would take them out,
+        # and find another path than the one that is allowed here.
         raise ApiError(404, "There is no path here with a part '.' or '..'.", code="not_found")
     return quote(path)
 
@@ -299,4 +316,6 @@ def no_answer(status: int) -> ApiError:
 
 
 def broken_off() -> ApiError:
-    return ApiError(502, "The server that wrote this answer has gone.", type="server_error", code="decode_server_lost")
+    return ApiError(
+        502, "The server that wrote this answer has gone.", type="server_error", code="decode_server_lost"
+    )

@@ -1,4 +1,5 @@
-"""The names a server answers to: those of its model, and those of adapters, which may come and go while it serves."""
+"""The names a server answers to:
+those of its model, and those of adapters, which may come and go while it serves."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ class ServedModel:
 class ServedModels:
     """Names and what they stand for. Lives on the server's event loop.
 
-    base_names: names of the model itself; the first one is the default. adapters: loaded by ``load_configured``.
-    directory: where adapters lie that clients may load, None if they may load none. Raises ConfigError for a name that
-    is given twice.
+    base_names: names of the model itself; the first one is the default. adapters: loaded by
+    ``load_configured``. directory: where adapters lie that clients may load, None if they may load none.
+    Raises ConfigError for a name that is given twice.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ServedModels:
         names = [*self._models, *(adapter.name for adapter in adapters)]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"The name {name!r} stands for two models: give each adapter a name of its own.")
+                raise ConfigError(
+                    f"The name {name!r} stands for two models: give each adapter a name of its own."
+                )
 
     @property
     def base_name(self) -> str:
@@ -66,7 +69,8 @@ class ServedModels:
         return self._models[asked]
 
     async def load_configured(self) -> None:
-        """Load the operator's adapters, before the first request. Raises RequestError for one that cannot be served."""
+        """Load the operator's adapters, before the first request.
+        Raises RequestError for one that cannot be served."""
         for adapter in self._configured:
             await self._engine.add_lora(adapter)
             self._models[adapter.name] = ServedModel(adapter.name, adapter)
@@ -74,8 +78,9 @@ class ServedModels:
     async def load(self, name: str, path: str) -> ServedModel:
         """Load an adapter that a client names; once more under the same name and path is fine.
 
-        path: inside the directory for adapters, relative to it or absolute. Raises ApiError 403 where the operator
-        allows none, 400 for a path or an adapter that cannot be served, 409 for a name that is taken.
+        path: inside the directory for adapters, relative to it or absolute. Raises ApiError 403 where the
+        operator allows none, 400 for a path or an adapter that cannot be served, 409 for a name that is
+        taken.
         """
         adapter = LoRARequest(name, lora_path=self._allowed_path(path))
         async with self._changing:
@@ -87,10 +92,14 @@ class ServedModels:
                     "lora_name", f"The name {name!r} is taken: unload that adapter, or choose another."
                 )
             if len(self._models) >= MAX_ADAPTERS:
-                message = f"There are {len(self._models)} models, the most this server has: unload an adapter first."
+                message = (
+                    f"There are {len(self._models)} models, the most this server has: unload an adapter "
+                    "first."
+                )
                 raise self._conflict("lora_name", message)
             try:
-                # A request that was on its way when its adapter was unloaded has made the engine load it again.
+                # A request that was on its way when its adapter was unloaded has made the engine load it
+                # again.
                 await self._engine.remove_lora(name)
                 await self._engine.add_lora(adapter)
             except RequestError as error:
@@ -99,7 +108,8 @@ class ServedModels:
             return self._models[name]
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter. Raises ApiError 403 as ``load``, 404 for an unknown one, 409 while requests use it."""
+        """Forget an adapter. Raises ApiError 403 as ``load``, 404 for an unknown one,
+        409 while requests use it."""
         self._require_permission()
         async with self._changing:
             model = self._models.get(name)
@@ -126,7 +136,8 @@ class ServedModels:
         return self._directory
 
     def _allowed_path(self, path: str) -> str:
-        """The absolute path, links followed. A path outside the directory is refused, whether it exists or not."""
+        """The absolute path, links followed.
+        A path outside the directory is refused, whether it exists or not."""
         directory = self._require_permission()
         try:
             resolved = (directory / path).resolve()

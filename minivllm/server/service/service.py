@@ -43,7 +43,9 @@ class Service:
         self.metrics = ServerMetrics()
         self.tracing = make_tracing(settings.otlp_endpoint)
         self.admission = Admission(
-            engine.config.scheduler.max_num_seqs, settings.max_queued_requests, settings.max_queued_prompt_tokens
+            engine.config.scheduler.max_num_seqs,
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
         )
         self.chat_template = _chat_template(engine)
         self.answer_format = choose_answer_format(
@@ -96,12 +98,15 @@ class Service:
         return {"prompt_token_ids": token_ids[len(token_ids) - max(1, most) :]}
 
     async def run(
-        self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]], is_over: Callable[[], bool]
+        self,
+        num_completions: int,
+        prepare: Callable[[], Sequence[PreparedRequest]],
+        is_over: Callable[[], bool],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admit, prepare (in the text thread), run; (number of the request, its output) as outputs come.
 
-        num_completions: places the request takes; more than those do not run beside one another. is_over: asked after
-        every output of a single request, True if the model need not go on.
+        num_completions: places the request takes; more than those do not run beside one another. is_over:
+        asked after every output of a single request, True if the model need not go on.
         Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
         """
         limit = self.settings.request_timeout
@@ -130,8 +135,8 @@ class Service:
     ) -> None:
         """Run rounds of requests, each made of what the last one gave, until ``prepare`` has no more.
 
-        prepare: makes a round in the text thread. finish: gets the last outputs of its requests, in their order.
-        Raises as ``run``.
+        prepare: makes a round in the text thread.
+        finish: gets the last outputs of its requests, in their order. Raises as ``run``.
         """
         limit = self.settings.request_timeout
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
@@ -154,9 +159,10 @@ class Service:
     ) -> None:
         """Run many requests of one client, of which few are in the engine at a time.
 
-        They take half of its places at most, and together no more prompt tokens than one step has: a request that
-        comes meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when
-        its turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
+        They take half of its places at most, and together no more prompt tokens than one step has: a request
+        that comes meanwhile waits for those, not for all. prepare: makes the request of a number, in the text
+        thread, when its turn comes. finish: gets its last output. Raises as ``run``; the first failure ends
+        all of them.
         """
         scheduler, limit = self.engine.config.scheduler, self.settings.request_timeout
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
@@ -168,7 +174,8 @@ class Service:
                 prepared = await self.in_text_thread(prepare, number)
                 num_tokens = len(prepared.prompt_token_ids)
                 async with room.taken(num_tokens):
-                    # Others may have filled the queue meanwhile. Work that has begun waits; other work is refused.
+                    # Others may have filled the queue meanwhile.
+                    # Work that has begun waits; other work is refused.
                     while number >= places and not self.admission.has_room(num_tokens):
                         await asyncio.sleep(QUEUE_POLL_SECONDS)
                     ticket.add_prompt_tokens(num_tokens)
@@ -216,15 +223,22 @@ class Service:
                         return
 
     async def _merged(
-        self, prepared: Sequence[PreparedRequest], places: int, deadline: float | None, is_over: Callable[[], bool]
+        self,
+        prepared: Sequence[PreparedRequest],
+        places: int,
+        deadline: float | None,
+        is_over: Callable[[], bool],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of several requests that run beside one another, at most ``places`` of them, as they come."""
+        """Outputs of several requests that run beside one another, at most ``places`` of them,
+        as they come."""
         if len(prepared) == 1:
             async with aclosing(self._followed(prepared[0], deadline, is_over)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
-        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=len(prepared))
+        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(
+            maxsize=len(prepared)
+        )
         free_places = asyncio.Semaphore(places)
 
         async def pump(number: int, request: PreparedRequest) -> None:
@@ -259,7 +273,8 @@ class Service:
         self.metrics.look_at_engines(await self.engine.engine_stats(), self.engine.num_restarts)
 
     async def abort_all(self) -> None:
-        """End every running request early; their clients get an error that says the server is shutting down."""
+        """End every running request early;
+        their clients get an error that says the server is shutting down."""
         for ticket in list(self.admission.tickets):
             for request_id in ticket.request_ids:
                 await self.engine.abort(request_id)
@@ -276,7 +291,9 @@ class _TokenRoom:
     @asynccontextmanager
     async def taken(self, num_tokens: int) -> AsyncIterator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_taken == 0 or self._num_taken + num_tokens <= self._size)
+            await self._changed.wait_for(
+                lambda: self._num_taken == 0 or self._num_taken + num_tokens <= self._size
+            )
             self._num_taken += num_tokens
         try:
             yield

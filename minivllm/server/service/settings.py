@@ -27,21 +27,23 @@ _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 class ServerSettings:
     """Settings of one server. Raises ConfigError naming the setting and what it may be.
 
-    host, port: where it listens; port 0 takes a free one. api_keys: bearer keys, one of which every request must
-    carry; without keys every client may use the server. served_model_names: names clients may ask for; the first one is
-    reported. max_queued_requests: completions that may wait for one of the engine's max_num_seqs places.
-    max_queued_prompt_tokens: prompt tokens of requests without a first token yet. request_timeout: seconds a request
-    may take, queue included (None: no limit). max_body_bytes: size of a request's body. cors_origins: web pages that
-    may call the server from a browser. allowed_hosts: names that clients know the server by, besides those of this
-    machine (see known_hosts). log_json: log one JSON object per line. drain_timeout: seconds that running
+    host, port: where it listens; port 0 takes a free one. api_keys: bearer keys, one of which every request
+    must carry; without keys every client may use the server. served_model_names: names clients may ask for;
+    the first one is reported. max_queued_requests: completions that may wait for one of the engine's
+    max_num_seqs places. max_queued_prompt_tokens: prompt tokens of requests without a first token yet.
+    request_timeout: seconds a request may take, queue included (None: no limit). max_body_bytes: size of a
+    request's body. cors_origins: web pages that may call the server from a browser. allowed_hosts: names that
+    clients know the server by, besides those of this machine (see known_hosts). log_json: log one JSON object
+    per line. drain_timeout: seconds that running
     requests get to finish after SIGTERM. stats_interval: seconds between console status lines, 0 for none.
-    lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters that lie
-    in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
-    request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
-    "auto" goes by the chat template, "none" switches it off. strict: refuse every unknown field of a body, those of
-    other servers' clients that have no effect too. trust_request_chat_template: requests may bring a chat template,
-    which is a program, though one in a sandbox. show_cached_texts: the page shows the beginnings of cached prompts and
-    answers to all clients, those with a cache salt or an adapter excepted.
+    lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters
+    that lie in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a
+    trace of every request (None: what OpenTelemetry's own environment variables say, if anything).
+    tool_call_parser, reasoning_parser: "auto" goes by the chat template, "none" switches it off. strict:
+    refuse every unknown field of a body, those of other servers' clients that have no effect too.
+    trust_request_chat_template: requests may bring a chat template, which is a program, though one in a
+    sandbox. show_cached_texts: the page shows the beginnings of cached prompts and answers to all clients,
+    those with a cache salt or an adapter excepted.
     """
 
     host: str = "127.0.0.1"
@@ -78,18 +80,23 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {value}, but must be {allowed}.")
         if not self.host.strip():
             raise ConfigError(
-                f"host is {self.host!r}, but must be an address, such as 127.0.0.1, or 0.0.0.0 for every one this "
+                f"host is {self.host!r}, but must be an address, such as 127.0.0.1, or 0.0.0.0 for every one "
+                "this "
                 "machine has."
             )
         if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
+            raise ConfigError(
+                f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds."
+            )
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in self.served_model_names:
             if not name.strip():
                 raise ConfigError("A served_model_name is empty, but clients must have something to ask for.")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError("An API key is empty or has characters other than printable ASCII; choose another.")
+                raise ConfigError(
+                    "An API key is empty or has characters other than printable ASCII; choose another."
+                )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"cors_origin is {origin!r}, but must be like https://example.org, or *.")
@@ -101,7 +108,9 @@ class ServerSettings:
                     "models.example.org or [2001:db8::1]."
                 )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}, but must be like http://127.0.0.1:4318.")
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}, but must be like http://127.0.0.1:4318."
+            )
         if self.lora_directory is not None and not self.lora_directory.is_dir():
             raise ConfigError(f"lora_directory is {str(self.lora_directory)!r}, but must be a directory.")
 
@@ -109,7 +118,8 @@ class ServerSettings:
     def known_hosts(self) -> frozenset[str] | None:
         """Names with a dot that the Host header may have; None for anything.
 
-        A server that asks for no key and listens on this machine alone is only as safe as this: see limits/hosts.py.
+        A server that asks for no key and listens on this machine alone is only as safe as this:
+        see limits/hosts.py.
         """
         if not self.allowed_hosts and (self.api_keys or self.is_public):
             return None

@@ -1,4 +1,5 @@
-"""The tensors of a published EAGLE head: under which names, of which shapes, and which of them may be left out.
+"""The tensors of a published EAGLE head:
+under which names, of which shapes, and which of them may be left out.
 
 Published files leave out ``model.``; EAGLE-3 calls its layer ``midlayer``. Here both are ``layers.0``.
 """
@@ -30,15 +31,16 @@ _MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 
 @dataclass(frozen=True)
 class EagleTensors:
-    """What a head is loaded from. shapes: by name. places: the file of each tensor and its name there; empty for random
-    weights, which depend on ``seed``."""
+    """What a head is loaded from. shapes: by name. places: the file of each tensor and its name there; empty
+    for random weights, which depend on ``seed``."""
 
     shapes: dict[str, Shape]
     places: dict[str, tuple[Path, str]]
     seed: int = 0
 
     def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, CPU tensor) of all of them, one at a time: floating point in ``dtype``, maps as they are stored."""
+        """(name, CPU tensor) of all of them, one at a time:
+        floating point in ``dtype``, maps as they are stored."""
         for name, shape in self.shapes.items():
             if not self.places:
                 yield name, dummy_weight(name, shape, dtype, self.seed)
@@ -57,7 +59,8 @@ def random_tensors(config: EagleConfig, seed: int) -> EagleTensors:
 def find_tensors(directory: str | Path, config: EagleConfig) -> EagleTensors:
     """The tensors of the head in a directory; only the files' headers are read.
 
-    Raises ModelError naming file and tensor for a missing or broken file, a missing, unexpected or misshapen tensor.
+    Raises ModelError naming file and tensor for a missing or broken file, a missing,
+    unexpected or misshapen tensor.
     """
     directory = Path(directory)
     files, listed = safetensors_files(directory)

@@ -1,15 +1,16 @@
 """An EAGLE head as a drafter (Li et al. 2024, 2025), with keys, values and features over the target's blocks.
 
-Every step of the target leaves the features of its tokens in the blocks, beside its keys and values and valid exactly
-as long: so blocks from the prefix cache bring them along, and nothing is lost by preemption. The head computes a place
-when it first guesses the next token, from the feature of position i and the token at i + 1. Beside each place stands a
-fingerprint of the text, up to that token, which its keys and values were made of; a place that does not match counts
-as missing. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
-takes no attention, and single places can be missing. (If two texts differ directly after a shared block, the block's
-last place belongs to the request that computed it last. That can cost a guess.)
+Every step of the target leaves the features of its tokens in the blocks, beside its keys and values and valid
+exactly as long: so blocks from the prefix cache bring them along, and nothing is lost by preemption. The head
+computes a place when it first guesses the next token, from the feature of position i and the token at i + 1.
+Beside each place stands a fingerprint of the text, up to that token, which its keys and values were made of;
+a place that does not match counts as missing. Since the head has one layer, keys and values depend on nothing
+but feature and token: catching up
+takes no attention, and single places can be missing. (If two texts differ directly after a shared block, the
+block's last place belongs to the request that computed it last. That can cost a guess.)
 
-Where the target has not been yet, the head's own output is put in the place of the feature, until verification writes
-the real one over it.
+Where the target has not been yet, the head's own output is put in the place of the feature, until
+verification writes the real one over it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ def eagle(context: DraftContext) -> EagleDraft:
 
 
 class EagleDraft(CachedDraft):
-    """Guesses with a head. caches: K and V of its layer, and the features [blocks, block_size, feature_size]."""
+    """Guesses with a head. caches: K and V of its layer, and the features [blocks,
+    block_size, feature_size]."""
 
     model: EagleHead
 
     def __init__(self, context: DraftContext, head: EagleHead) -> None:
-        """Raises ConfigError if the stage that has the head has no layer in the KV group whose blocks it shares."""
+        """Raises ConfigError if the stage that has the head has no layer in the KV group whose blocks it
+        shares."""
         super().__init__(context, head, token_offset=1)
         if not context.limits.groups[0].layers:
             raise ConfigError(
-                "An EAGLE head keeps features beside full attention, of which the last stage has no layer: choose "
+                "An EAGLE head keeps features beside full attention, of which the last stage has no layer: "
+                "choose "
                 "another method, or fewer stages."
             )
         self._add_features()
@@ -92,17 +96,23 @@ class EagleDraft(CachedDraft):
         every = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=inputs.token_ids.device)
         logits, features = self.model.guess(hidden, every, inputs.tokens)
         # What the head foresees is the feature of the next position, if that has a place.
-        slots, following = (np.array(values) for values in zip(*((r.request.slot, r.start + 1) for r in rows)))
+        slots, following = (
+            np.array(values) for values in zip(*((r.request.slot, r.start + 1) for r in rows))
+        )
         has_place = following < self._tables.num_held[slots] * self._tables.block_size
         index = np.where(has_place, self._places(slots, np.where(has_place, following, 0)), 0)
-        self._put_features(torch.from_numpy(index).to(features.device, non_blocking=True), features[: len(rows)])
+        self._put_features(
+            torch.from_numpy(index).to(features.device, non_blocking=True), features[: len(rows)]
+        )
         return logits
 
     def _take_features(
         self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs, caches: Sequence[LayerCache]
     ) -> None:
         """The target has computed these tokens."""
-        self._put_features(caches[self._limits.groups[0].layers[0]].slots, self.model.features(inputs, hidden, tokens))
+        self._put_features(
+            caches[self._limits.groups[0].layers[0]].slots, self.model.features(inputs, hidden, tokens)
+        )
 
     def _put_features(self, places: Tensor, features: Tensor) -> None:
         """features [n, feature_size] into places int [n]."""

@@ -1,14 +1,15 @@
-"""An EAGLE draft head as weights and regions: one decoder layer that guesses from the target's own hidden states.
+"""An EAGLE draft head as weights and regions:
+one decoder layer that guesses from the target's own hidden states.
 
-    EAGLE, EAGLE-2:  x = fc([embed(t); f]);                                  attention and MLP on x -> next feature f'
+    EAGLE, EAGLE-2:  x = fc([embed(t); f]);                          attention and MLP on x -> next feature f'
                      logits = the target's head (f')
     EAGLE-3:         g = fc([low; middle; high]) of the target;
                      attention on [norm(embed(t)); norm(g)], residual g      -> next feature g'
                      logits = own head (norm(g')), over a draft vocabulary
 
-t is the token behind the one whose hidden state f or g is: token i + 1 with the feature of position i, at position i.
-Where the target has not been yet, the head's own output f' or g' stands in for the feature. (Li et al. 2024, "EAGLE";
-Li et al. 2025, "EAGLE-3".)
+t is the token behind the one whose hidden state f or g is: token i + 1 with the feature of position i, at
+position i. Where the target has not been yet, the head's own output f' or g' stands in for the feature. (Li
+et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3".)
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from minivllm.weights.stored_weight import StoredWeight
 
 
 class EagleHead(Decoder):
-    """A head for one target, whose embedding it shares unless it has another one, and whose head EAGLE shares always.
+    """A head for one target, whose embedding it shares unless it has another one,
+    and whose head EAGLE shares always.
 
-    Its layer's weights are held as a decoder's are. feature_size: values of a feature, which is kept for every token
-    beside the keys and values.
+    Its layer's weights are held as a decoder's are. feature_size: values of a feature, which is kept for
+    every token beside the keys and values.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class EagleHead(Decoder):
 
         self.fc = make("fc", hidden, inputs, "fc.bias" in tensors.shapes)
         self.head = make("lm_head", config.draft_vocab_size, hidden, False)
-        # Place in the draft vocabulary of every token, the place behind the last one for tokens that are not in it.
+        # Place in the draft vocabulary of every token,
+        # the place behind the last one for tokens that are not in it.
         self.token_map: Tensor | None = None
         self._fusion: Runner | None = None
         self._features: Callable[[Hidden, Tensor, TokenInputs], Tensor]
 
-    # -- weights -------------------------------------------------------------------------------------------------
+    # -- weights
+    # -------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under the names of ``EagleTensors``. Raises ModelError for maps of no use."""
@@ -125,7 +129,9 @@ class EagleHead(Decoder):
             is_equal = torch.equal(target.embedding[0].to(weight), weight)
         elif isinstance(method, LoopedLinear) and target.shard.size == 1:
             some = torch.arange(len(weight)).split(COMPARED_ROWS)
-            is_equal = all(torch.equal(method.rows(own, target.embedding).to(weight), weight[own]) for own in some)
+            is_equal = all(
+                torch.equal(method.rows(own, target.embedding).to(weight), weight[own]) for own in some
+            )
         if is_equal:
             return
         self.embedding = (weight.to(self.device, copy=True),)
@@ -137,11 +143,14 @@ class EagleHead(Decoder):
         return target.gather_vocabulary(target.embedding_method.rows(own, target.embedding).T).T.contiguous()
 
     def _map_of(self, offsets: Tensor) -> Tensor:
-        """offsets int64 [draft vocabulary]: how much further a token is in the whole vocabulary -> token_map."""
+        """offsets int64 [draft vocabulary]:
+        how much further a token is in the whole vocabulary -> token_map."""
         size, vocab_size = self.eagle.draft_vocab_size, self.eagle.layer.vocab_size
         tokens = torch.arange(size) + offsets.cpu()
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size or len(tokens.unique()) < size:
-            raise ModelError(f"The head's map d2t must lead to {size} different tokens from 0 to {vocab_size - 1}.")
+            raise ModelError(
+                f"The head's map d2t must lead to {size} different tokens from 0 to {vocab_size - 1}."
+            )
         return torch.full((vocab_size,), size).index_copy(0, tokens, torch.arange(size))
 
     @property
@@ -167,11 +176,16 @@ class EagleHead(Decoder):
             self._fusion.rebind()
 
     def take_weights(self, other: Decoder) -> None:
-        """Take over the weights of another head of the same configuration. Raises ModelError if it is none."""
+        """Take over the weights of another head of the same configuration.
+        Raises ModelError if it is none."""
         if not isinstance(other, EagleHead) or self._methods() != other._methods():
-            raise ModelError("The head's weights are of another kind than those they replace: start a new engine.")
+            raise ModelError(
+                "The head's weights are of another kind than those they replace: start a new engine."
+            )
         layer, others = self.layers[0], other.layers[0]
-        for linear, theirs in zip((*layer.linears, self.fc, self.head), (*others.linears, other.fc, other.head)):
+        for linear, theirs in zip(
+            (*layer.linears, self.fc, self.head), (*others.linears, other.fc, other.head)
+        ):
             linear.tensors = theirs.tensors
         layer.vectors, self.final_norm = others.vectors, other.final_norm
         self.embedding, self.token_map = other.embedding, other.token_map
@@ -192,16 +206,21 @@ class EagleHead(Decoder):
         head = self.head if self.eagle.version == "eagle3" else self._target.head
         return head.tensors, head.method
 
-    # -- computing -----------------------------------------------------------------------------------------------
+    # -- computing
+    # -----------------------------------------------------------------------------------------------
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
-        """Make the callables of all regions, among them what turns the target's hidden states into features. The
-        target's ``build_regions`` comes first."""
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
+        """Make the callables of all regions, among them what turns the target's hidden states into features.
+        The target's ``build_regions`` comes first."""
         (cache,) = caches
         features = TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device)
         inputs = {**program_inputs(tokens, caches), "features": features}
         version, results = self.eagle.version, ("logits", "feature")
-        self._step = BoundProgram(fuse(self._program(), inputs, results=results, label=version), compile_region)
+        self._step = BoundProgram(
+            fuse(self._program(), inputs, results=results, label=version), compile_region
+        )
         self._programs = [self._step]
         if version == "eagle":
             self._features = self._target.compile_hidden_states(compile_region)
@@ -209,9 +228,14 @@ class EagleHead(Decoder):
         tapped = TensorSpec((TOKENS, self.eagle.target_hidden_size), self.dtype, self.device)
         read = dict.fromkeys(("low", "middle", "high"), tapped)
         fuse_features = Piece(
-            FuseFeatures(self.fc.method), tuple(read), {"features": self.stream_spec}, lambda: (self.fc.tensors,)
+            FuseFeatures(self.fc.method),
+            tuple(read),
+            {"features": self.stream_spec},
+            lambda: (self.fc.tensors,),
         )
-        self._fusion = Runner(fuse([fuse_features], read, results=("features",), label=version).body, compile_region)
+        self._fusion = Runner(
+            fuse([fuse_features], read, results=("features",), label=version).body, compile_region
+        )
 
     def _program(self) -> Program:
         layer, stream, is_eagle3 = self.layers[0], self.stream_spec, self.eagle.version == "eagle3"
@@ -263,19 +287,25 @@ class EagleHead(Decoder):
         return self._features(hidden, rows, tokens)
 
     def attended(
-        self, token_ids: Tensor, tokens: TokenInputs, cache: LayerCache, features: Tensor, attend: Attend | None
+        self,
+        token_ids: Tensor,
+        tokens: TokenInputs,
+        cache: LayerCache,
+        features: Tensor,
+        attend: Attend | None,
     ) -> Hidden:
         """From tokens and features to attention's output; keys and values go into the cache.
 
-        token_ids int32 [tokens]: each the one behind the token whose position and slot ``tokens`` says, and whose
-        feature is in ``features`` [blocks, block_size, feature_size]. attend: None where only keys and values are
-        wanted.
+        token_ids int32 [tokens]: each the one behind the token whose position and slot ``tokens`` says, and
+        whose feature is in ``features`` [blocks, block_size, feature_size]. attend: None where only keys and
+        values are wanted.
         """
         return self._step.body(token_ids, tokens, [cache], World(attend or _queries), features)
 
     def guess(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
-        """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the picked
-        rows (int32). hidden: from ``attended``. Tokens that the head cannot guess get the lowest logit there is."""
+        """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the
+        picked rows (int32). hidden: from ``attended``. Tokens that the head cannot guess get the lowest logit
+        there is."""
         logits, features = self._step.tail(hidden, rows, tokens, World(no_attention))
         return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
 

@@ -15,7 +15,8 @@ from minivllm.specs.caches import LayerCache
 
 @dataclass(frozen=True)
 class ReadFeatures:
-    """The features of the tokens of a step, [tokens, feature_size], out of [blocks, block_size, feature_size]."""
+    """The features of the tokens of a step, [tokens, feature_size], out of [blocks,
+    block_size, feature_size]."""
 
     def __call__(self, features: Tensor, cache: LayerCache) -> Tensor:
         return features.view(features.shape[0] * features.shape[1], features.shape[2])[cache.slots]
@@ -33,8 +34,8 @@ class EagleInput:
 
 @dataclass(frozen=True)
 class Eagle3Input:
-    """EAGLE-3: ([norm(embedding); norm(feature)], residual stream). norm_before_residual: the stream is the normed
-    feature."""
+    """EAGLE-3: ([norm(embedding); norm(feature)], residual stream).
+    norm_before_residual: the stream is the normed feature."""
 
     eps: float
     norm_before_residual: bool
@@ -49,7 +50,8 @@ class Eagle3Input:
 
 @dataclass(frozen=True)
 class FuseFeatures:
-    """EAGLE-3: a feature, out of the inputs of three layers of the target, [tokens, target's hidden size] each."""
+    """EAGLE-3: a feature, out of the inputs of three layers of the target, [tokens,
+    target's hidden size] each."""
 
     method: LinearMethod
 
@@ -59,8 +61,8 @@ class FuseFeatures:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """Logits over the target's vocabulary. token_map int64 [vocab]: the place of every token in the draft vocabulary,
-    the place after its last one for tokens that are not in it; None where both are the same."""
+    """Logits over the target's vocabulary. token_map int64 [vocab]: the place of every token in the draft
+    vocabulary, the place after its last one for tokens that are not in it; None where both are the same."""
 
     method: LinearMethod
 

@@ -1,24 +1,31 @@
-"""A JSON schema in the form the grammar compiler gets it: each keyword in it is kept to, or the schema is refused.
+"""A JSON schema in the form the grammar compiler gets it:
+each keyword in it is kept to, or the schema is refused.
 
-Text that the compiled schema lets through is valid once ``json.loads`` has read it (of equal keys the last one counts).
-The compiler, llguidance, gets what it is known to keep to: keywords of draft 2020-12, references to definitions at the
-top, bounds that survive rounding, expressions written out. Drafts 4 to 2019-09 are read by their ``$schema``.
+Text that the compiled schema lets through is valid once ``json.loads`` has read it (of equal keys the last
+one counts). The compiler, llguidance, gets what it is known to keep to: keywords of draft 2020-12, references
+to definitions at the top, bounds that survive rounding, expressions written out. Drafts 4 to 2019-09 are read
+by their ``$schema``.
 
-Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other; references must do so by a
-required property with const or enum), $ref within the schema;
-properties (written in this order), required, additionalProperties, patternProperties, minProperties, maxProperties;
-items, prefixItems, additionalItems, minItems, maxItems; minLength, maxLength, pattern, format; minimum, maximum,
-exclusiveMinimum, exclusiveMaximum, multipleOf. ``uniqueItems: false`` and annotations change nothing.
+Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other; references must do so
+by a required property with const or enum), $ref within the schema;
+properties (written in this order), required, additionalProperties, patternProperties, minProperties,
+maxProperties; items, prefixItems, additionalItems, minItems, maxItems; minLength, maxLength, pattern, format;
+minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf. ``uniqueItems: false`` and annotations
+change nothing.
 
 What is other than the name may suggest, always towards fewer texts:
-- Strings and keys have one spelling: no ``\\/``, no ``\\uXXXX``, so no control characters but ``\\b \\t \\n \\f \\r``.
+- Strings and keys have one spelling:
+  no ``\\/``, no ``\\uXXXX``, so no control characters but ``\\b \\t \\n \\f \\r``.
 - minProperties counts keys, and other names than required ones may come twice: it may exceed required by one.
-- pattern matches anywhere unless it has ``^`` and ``$``, which may stand only where a text begins and ends. ``\\d``,
+- pattern matches anywhere unless it has ``^`` and ``$``,
+  which may stand only where a text begins and ends. ``\\d``,
   ``\\w`` are ASCII; ``\\D``, ``\\W``, ``\\s``, ``\\S`` leave out what ECMA-262 and Python read differently.
-- format asserts where it is one of FORMATS in patterns.py, which says how they are narrowed. Others are annotations.
-- Bounded numbers are written without exponent, and bounds are cut to ±2**53. An exclusive bound is kept by the next
-  number of 15 digits, that of 0 by 1e-20. An unbounded number may have an exponent that no float has: Python reads it
-  as inf.
+- format asserts where it is one of FORMATS in patterns.py, which says how they are narrowed.
+  Others are annotations.
+- Bounded numbers are written without exponent, and bounds are cut to ±2**53.
+  An exclusive bound is kept by the next
+  number of 15 digits, that of 0 by 1e-20.
+  An unbounded number may have an exponent that no float has: Python reads it as inf.
 - multipleOf counts the decimals that are written, as 0.3 is a multiple of 0.1 there, but not in floats.
 """
 
@@ -139,7 +146,11 @@ class _Rewriter:
             raise RequestError(
                 f"The JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it with $ref."
             )
-        if schema is not self._root and _renames(schema) and any("$ref" in inner for _, inner in subschemas(schema)):
+        if (
+            schema is not self._root
+            and _renames(schema)
+            and any("$ref" in inner for _, inner in subschemas(schema))
+        ):
             raise _refusal(path, "has an '$id' that references inside of it start from", "leave it out")
         written: Schema = {}
         conjuncts: list[Schema] = []
@@ -148,7 +159,8 @@ class _Rewriter:
             is_asserted = keyword in _ASSERTED_ONCE and self._is_old
             if keyword in UNSUPPORTED or is_asserted or (keyword == "uniqueItems" and value is not False):
                 raise RequestError(
-                    f"The JSON schema uses {keyword!r} at {path}, which structured outputs do not support: leave it "
+                    f"The JSON schema uses {keyword!r} at {path}, which structured outputs do not support: "
+                    "leave it "
                     "out and check the output afterwards."
                 )
             if keyword == "type":
@@ -185,7 +197,10 @@ class _Rewriter:
             elif keyword in ("prefixItems", "items", "additionalItems"):
                 written |= self._items(keyword, schema, place, depth)
         written |= _bounds(schema, path)
-        if "minProperties" in written and written["minProperties"] > len(set(written.get("required", ()))) + 1:
+        if (
+            "minProperties" in written
+            and written["minProperties"] > len(set(written.get("required", ()))) + 1
+        ):
             raise _refusal(
                 path,
                 f"has 'minProperties' {written['minProperties']}, but keys may come twice",
@@ -201,7 +216,8 @@ class _Rewriter:
     def _exclude_each_other(self, alternatives: list[Any]) -> bool:
         """True if these are objects that a required property tells apart: each has its own values for it.
 
-        The compiler does not follow references, so it would refuse the schema of pydantic for a union of models.
+        The compiler does not follow references,
+        so it would refuse the schema of pydantic for a union of models.
         """
         tags = [self._tags(alternative) for alternative in alternatives]
         return all(
@@ -210,8 +226,8 @@ class _Rewriter:
         )
 
     def _tags(self, schema: Any) -> dict[str, set[tuple[str, Any]]]:
-        """Required properties of an object -> the values that its 'const' or 'enum' leaves them; {} for any other
-        schema, as what is no object has none of the properties."""
+        """Required properties of an object -> the values that its 'const' or 'enum' leaves them; {} for any
+        other schema, as what is no object has none of the properties."""
         schema = self._resolved(schema)
         properties, required = schema.get("properties"), schema.get("required")
         if schema.get("type") not in ("object", ["object"]):
@@ -225,7 +241,9 @@ class _Rewriter:
             if name not in required or not isinstance(values, list):
                 continue
             if not any(isinstance(one, (dict, list)) for one in values):
-                found[name] = {("number" if type(one) in (int, float) else type(one).__name__, one) for one in values}
+                found[name] = {
+                    ("number" if type(one) in (int, float) else type(one).__name__, one) for one in values
+                }
         return found
 
     def _resolved(self, schema: Any) -> Schema:
@@ -267,7 +285,8 @@ class _Rewriter:
         return written
 
     def _items(self, keyword: str, schema: Schema, path: str, depth: int) -> Schema:
-        """A tuple is a list of items and additionalItems in older drafts, prefixItems and items in the latest."""
+        """A tuple is a list of items and additionalItems in older drafts,
+        prefixItems and items in the latest."""
         value = schema[keyword]
         has_tuple = isinstance(schema.get("items"), list)
         if keyword == "prefixItems" and self._is_tuple_draft:
@@ -279,14 +298,17 @@ class _Rewriter:
         if keyword == "prefixItems" or has_tuple:
             if not isinstance(value, list):
                 raise _refusal(path, f"has {_shown(value)}", "it is a list of schemas")
-            children = [self._schema(child, f"{path}[{index}]", depth=depth + 1) for index, child in enumerate(value)]
+            children = [
+                self._schema(child, f"{path}[{index}]", depth=depth + 1) for index, child in enumerate(value)
+            ]
             return {"prefixItems": children}
         return {"items": self._schema(value, path, depth=depth + 1)}
 
     def _reference(self, value: Any, path: str, in_place: bool) -> str:
         if not _is_local(value):
             raise RequestError(
-                f"The JSON schema refers to {_shown(value)} at {path}, but only references within the schema, such as "
+                f"The JSON schema refers to {_shown(value)} at {path}, but only references within the "
+                "schema, such as "
                 "'#/$defs/name', are followed: copy that schema into this one."
             )
         if in_place:
@@ -299,7 +321,9 @@ class _Rewriter:
                 raise _refusal(path, f"refers to {_shown(value)}", "there is nothing in the schema")
             if any(isinstance(one, dict) and _renames(one) for one in way[1:]):
                 raise _refusal(
-                    path, f"refers to {_shown(value)}, which has an '$id'", "leave '$id' out inside of the schema"
+                    path,
+                    f"refers to {_shown(value)}, which has an '$id'",
+                    "leave '$id' out inside of the schema",
                 )
             stem = re.sub("[^0-9A-Za-z]", "", value.rpartition("/")[2])
             self._names[value] = f"{stem}_{len(self._names)}"
@@ -319,31 +343,40 @@ class _Rewriter:
         common = math.lcm(*(int(multiple * scale) for multiple in self._multiples)) if self._multiples else 1
         if common >= MAX_COMMON_MULTIPLE:
             raise RequestError(
-                "The JSON schema's values of 'multipleOf', taken together, have too many digits for structured outputs:"
+                "The JSON schema's values of 'multipleOf', taken together, have too many digits for "
+                "structured outputs:"
                 " leave some of them out and check the output afterwards."
             )
 
     def _check_loops(self) -> None:
         """No schema stands for itself."""
         try:
-            TopologicalSorter({name: dict(references) for name, references in self._in_place.items()}).prepare()
+            TopologicalSorter(
+                {name: dict(references) for name, references in self._in_place.items()}
+            ).prepare()
         except CycleError as error:
             following, name = error.args[1][:2]
             place = dict(self._in_place[name])[following]
-            raise _refusal(place, f"refers to {_shown(following)}, and so to itself without end", "end it") from None
+            raise _refusal(
+                place, f"refers to {_shown(following)}, and so to itself without end", "end it"
+            ) from None
 
 
 def _check_end(root: Schema, definitions: dict[str, Any]) -> None:
-    """Some value is finite. Which definitions have one is found in rounds; past the last round, no more is refused."""
+    """Some value is finite. Which definitions have one is found in rounds;
+    past the last round, no more is refused."""
     ends: set[str] = set()
     for _ in range(MAX_ROUNDS):
-        found = {name for name in reversed(definitions) if name not in ends and _has_end(definitions[name], ends)}
+        found = {
+            name for name in reversed(definitions) if name not in ends and _has_end(definitions[name], ends)
+        }
         root_ends = "#" in ends or _has_end(root, ends)
         if root_ends:
             return
         if not found:
             raise RequestError(
-                "No finite value keeps to the JSON schema: what it requires refers back to itself at every turn. Make "
+                "No finite value keeps to the JSON schema: what it requires refers back to itself at every "
+                "turn. Make "
                 "something optional, or give it an alternative."
             )
         ends |= found
@@ -357,7 +390,9 @@ def _has_end(schema: Any, ends: set[str]) -> bool:
         return False
     if not all(_has_end(one, ends) for one in schema.get("allOf", ())):
         return False
-    if any(not any(_has_end(one, ends) for one in schema[name]) for name in ("anyOf", "oneOf") if name in schema):
+    if any(
+        not any(_has_end(one, ends) for one in schema[name]) for name in ("anyOf", "oneOf") if name in schema
+    ):
         return False
     types = schema.get("type", _TYPES)
     if set(types if isinstance(types, (list, tuple)) else [types]) - {"array", "object"}:
@@ -431,10 +466,16 @@ def _bounds(schema: Schema, path: str) -> Schema:
                 given[exclusive] = given.pop(inclusive)
     for keyword, value in given.items():
         _check_number(keyword, value, path)
-    low = [_bound(given[name], name, upwards=True) for name in ("minimum", "exclusiveMinimum") if name in given]
-    high = [_bound(given[name], name, upwards=False) for name in ("maximum", "exclusiveMaximum") if name in given]
+    low = [
+        _bound(given[name], name, upwards=True) for name in ("minimum", "exclusiveMinimum") if name in given
+    ]
+    high = [
+        _bound(given[name], name, upwards=False) for name in ("maximum", "exclusiveMaximum") if name in given
+    ]
     if max(low, default=0) > MAX_EXACT or min(high, default=0) < -MAX_EXACT:
-        raise _refusal(path, "asks for numbers beyond ±2**53", "structured outputs do not keep to such bounds")
+        raise _refusal(
+            path, "asks for numbers beyond ±2**53", "structured outputs do not keep to such bounds"
+        )
     written: Schema = {}
     if low:
         written["minimum"] = max(*low, -MAX_EXACT)
@@ -471,8 +512,8 @@ def _is_finite(value: float) -> bool:
 
 
 def _data(value: Any, path: str, depth: int = 0) -> Any:
-    """A value of const or enum. Numbers that the compiler would round to others, and texts it cannot write, are
-    refused."""
+    """A value of const or enum. Numbers that the compiler would round to others,
+    and texts it cannot write, are refused."""
     if depth > MAX_SCHEMA_DEPTH:
         raise _refusal(path, "is nested too deeply", f"{MAX_SCHEMA_DEPTH} levels are supported")
     if isinstance(value, dict):
@@ -480,7 +521,9 @@ def _data(value: Any, path: str, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [_data(one, path, depth + 1) for one in value]
     if isinstance(value, str) and CONTROLS.search(value):
-        raise _refusal(path, f"has {json.dumps(value)[:60]}", "structured outputs cannot write its control characters")
+        raise _refusal(
+            path, f"has {json.dumps(value)[:60]}", "structured outputs cannot write its control characters"
+        )
     return value if isinstance(value, (bool, str)) or value is None else _exact(value, path)
 
 
@@ -488,7 +531,11 @@ def _exact(value: float, path: str) -> float:
     if _is_finite(value) and value == int(value) and abs(value) <= MAX_EXACT:
         return int(value)
     digits = Decimal(repr(value)).as_tuple()
-    if isinstance(value, int) or len(digits.digits) > MAX_DIGITS or not -MAX_PLACES <= int(digits.exponent) <= 0:
+    if (
+        isinstance(value, int)
+        or len(digits.digits) > MAX_DIGITS
+        or not -MAX_PLACES <= int(digits.exponent) <= 0
+    ):
         raise _refusal(
             path,
             f"has the number {_shown(value)}",

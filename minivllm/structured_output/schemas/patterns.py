@@ -1,7 +1,8 @@
-"""The expressions of JSON schemas, written in ECMA-262's notation, in the notation of the grammar compiler (Rust's).
+"""The expressions of JSON schemas, written in ECMA-262's notation,
+in the notation of the grammar compiler (Rust's).
 
-The two, and Python's, agree on most of it. Syntax that only one of them knows is refused. Syntax that they read
-differently is written out, so that a string that matches here matches in both.
+The two, and Python's, agree on most of it. Syntax that only one of them knows is refused. Syntax that they
+read differently is written out, so that a string that matches here matches in both.
 """
 
 import re
@@ -34,7 +35,8 @@ _IPV6 = "(?:{full}|{shortened})".format(
 )
 # Two hyphens at the third place would say that a label is encoded.
 _LETTER, _INNER = "[0-9A-Za-z]", "[0-9A-Za-z-]"
-_LABEL = f"{_LETTER}(?:{_INNER}{{0,2}}{_LETTER}|{_INNER}(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,57}}{_LETTER})?"
+_LONG_LABEL = f"{_INNER}(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,57}}{_LETTER}"
+_LABEL = f"{_LETTER}(?:{_INNER}{{0,2}}{_LETTER}|{_LONG_LABEL})?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _WORD = r"[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+"
 _EMAIL = rf"{_WORD}(?:\.{_WORD}){{0,7}}@{_HOSTNAME}"
@@ -56,9 +58,9 @@ FORMATS = {
     "email": _EMAIL,
     "uri": _URI,
 }
-"""Narrower than the formats where an expression cannot say more: no leap seconds and no year 0; at most nine digits of
-a second; capital T and Z; host names of up to four labels, none of them encoded; mail addresses without quotes, and
-not at numbers; URIs without user names; IPv6 without dots."""
+"""Narrower than the formats where an expression cannot say more: no leap seconds and no year 0; at most nine
+digits of a second; capital T and Z; host names of up to four labels, none of them encoded; mail addresses
+without quotes, and not at numbers; URIs without user names; IPv6 without dots."""
 
 
 CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -81,8 +83,9 @@ _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
 def to_rust(pattern: str, *, exact: bool = False) -> str:
     """The expression in Rust's notation. Raises ValueError with a sentence about what it cannot say.
 
-    ECMA-262 and Python differ in what ``\\d``, ``\\w``, ``\\s`` and their opposites mean beyond ASCII: a string has to
-    match in both. exact: as ECMA-262 has it, for names of properties, which also must not match by mistake.
+    ECMA-262 and Python differ in what ``\\d``, ``\\w``, ``\\s`` and their opposites mean beyond ASCII: a
+    string has to match in both. exact: as ECMA-262 has it, for names of properties, which also must not match
+    by mistake.
     """
     return _Reader(pattern, exact).read()
 
@@ -192,7 +195,9 @@ class _Reader:
         if negated:
             self._take()
         if self._peek() == "]":
-            raise ValueError(f"{self._text!r} has an empty class, which not everybody reads alike: write \\] for ]")
+            raise ValueError(
+                f"{self._text!r} has an empty class, which not everybody reads alike: write \\] for ]"
+            )
         parts: list[str] = []
         while (character := self._take()) != "]":
             first = self._member(character, negated)

@@ -18,15 +18,18 @@ _SIZES: Mapping[str, int] = {
     "intermediate_size": MAX_WIDTH,
     "moe_intermediate_size": MAX_WIDTH,
 }
-_REACHES: Mapping[str, str] = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+_REACHES: Mapping[str, str] = {
+    "sliding_window": "sliding_attention",
+    "attention_chunk_size": "chunked_attention",
+}
 """Entries, and the layers that need them."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def check_entries(entries: Mapping[str, Any], source: str) -> None:
-    """Raises ModelError naming the file, the entry and the value. Entries that are left out, or are lists, stay
-    transformers' business."""
+    """Raises ModelError naming the file, the entry and the value.
+    Entries that are left out, or are lists, stay transformers' business."""
     from transformers.activations import ACT2FN
 
     fields = Entries(entries, {}, source)
@@ -52,9 +55,13 @@ def check_config(config: PretrainedConfig, source: str) -> None:
     kinds = getattr(config, "layer_types", None)
     for name, kind in _REACHES.items():
         value = getattr(config, name, None)
-        is_used = kind in kinds if kinds else value is not None and getattr(config, "use_sliding_window", True)
+        is_used = (
+            kind in kinds if kinds else value is not None and getattr(config, "use_sliding_window", True)
+        )
         if is_used and not value:
-            raise Entries({}, {}, source).refuse(name, value, f"must be at least 1, since there are layers of {kind}")
+            raise Entries({}, {}, source).refuse(
+                name, value, f"must be at least 1, since there are layers of {kind}"
+            )
     for given in rope_sets(getattr(config, "rope_parameters", None)):
         _check_rope(Entries(given, {}, source, "rope_parameters."), config)
 
@@ -73,7 +80,14 @@ def _check_rope(rope: Entries, config: PretrainedConfig) -> None:
     if kind not in known:
         raise rope.refuse("rope_type", kind, f"must be one of {', '.join(sorted(known))}")
     rope.optional_number("rope_theta", 0.0, MAX_THETA)
-    for name in ("factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+    for name in (
+        "factor",
+        "attention_factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+    ):
         if rope.get(name):  # 0 stands for the default
             rope.number(name)
     if kind == "longrope" and not hasattr(config, "qk_rope_head_dim"):

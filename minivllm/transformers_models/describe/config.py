@@ -1,4 +1,5 @@
-"""The configuration of a model that transformers computes: what the engine must know of it, or why it cannot run."""
+"""The configuration of a model that transformers computes:
+what the engine must know of it, or why it cannot run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-"""Entries of ``layer_types`` that keep nothing but keys and values; "attention" is an older word for the first."""
+"""Entries of ``layer_types`` that keep nothing but keys and values;
+"attention" is an older word for the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,13 @@ class TransformersConfig:
         return _load(self.entries, self.source)
 
 
-def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> TransformersConfig:
+def read_transformers_config(
+    directory: str | Path, overrides: Mapping[str, Any] | None = None
+) -> TransformersConfig:
     """The facts of a local model that transformers has a decoder for. No code of the model's own is ever run.
 
-    overrides: entries that replace those of config.json. Raises ModelError naming the file, the entry and the value if
-    transformers does not know the model, or the model cannot be served.
+    overrides: entries that replace those of config.json. Raises ModelError naming the file, the entry and the
+    value if transformers does not know the model, or the model cannot be served.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -73,10 +77,13 @@ def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any]
     for name, value, most in _sizes(config):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ModelError(f"{source}: {name} is {value!r}, but must be a whole number from 1 to {most}.")
-    others = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(ATTENTION_LAYERS))
+    others = sorted(
+        {str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(ATTENTION_LAYERS)
+    )
     if others:
         raise ModelError(
-            f"{source}: layer_types names {', '.join(others)}: such layers keep another state than keys and values, "
+            f"{source}: layer_types names {', '.join(others)}: such layers keep another state than keys and "
+            "values, "
             "which transformers models are not served with here."
         )
     return TransformersConfig(
@@ -101,8 +108,8 @@ def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any]
 def describe_transformers_model(
     model_path: str | Path, load_format: str, overrides: Mapping[str, Any] | None = None
 ) -> TransformersConfig:
-    """``read_transformers_config``, as ``plugins.MODEL_IMPLEMENTATIONS`` calls it. load_format: files of transformers
-    are safetensors."""
+    """``read_transformers_config``, as ``plugins.MODEL_IMPLEMENTATIONS`` calls it.
+    load_format: files of transformers are safetensors."""
     return read_transformers_config(model_path, overrides)
 
 
@@ -115,7 +122,9 @@ def _load(entries: Mapping[str, Any], source: str) -> PretrainedConfig:
         raise ModelError(
             f"{source}: model_type is {model_type!r}, which neither minivllm nor transformers knows.{code}"
         )
-    known = {name: value for name, value in entries.items() if name not in ("quantization_config", "auto_map")}
+    known = {
+        name: value for name, value in entries.items() if name not in ("quantization_config", "auto_map")
+    }
     try:
         config = CONFIG_MAPPING[model_type].from_dict(known)
     except Exception as error:  # a configuration class raises whatever its checks raise
@@ -131,9 +140,13 @@ def _architecture(config: PretrainedConfig, entries: Mapping[str, Any], source: 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     named = entries.get("architectures") or [name]
     if name is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{source}: model_type {config.model_type!r} has no decoder of text in transformers.")
+        raise ModelError(
+            f"{source}: model_type {config.model_type!r} has no decoder of text in transformers."
+        )
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{source}: {named[0]} is an encoder with a decoder, which is not served: only decoders are.")
+        raise ModelError(
+            f"{source}: {named[0]} is an encoder with a decoder, which is not served: only decoders are."
+        )
     if config.get_text_config() is not config:
         raise ModelError(
             f"{source}: {named[0]} takes more than text, which is not served: take the decoder of text alone "
@@ -170,11 +183,14 @@ def _usable_positions(config: PretrainedConfig) -> int:
 
 def _rope_types(config: PretrainedConfig) -> set[str]:
     """Of all layers: rope_parameters is one set of values, or one for every type of layer."""
-    return {str(one.get("rope_type", "default")) for one in rope_sets(getattr(config, "rope_parameters", None))}
+    return {
+        str(one.get("rope_type", "default")) for one in rope_sets(getattr(config, "rope_parameters", None))
+    }
 
 
 def one_sentence(error: Exception) -> str:
-    """The message of an error of transformers, without line breaks; a KeyError contains little but the key."""
+    """The message of an error of transformers, without line breaks;
+    a KeyError contains little but the key."""
     said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
     text = " ".join(said.split())
     text = text if len(text) <= 300 else text[:297] + "..."

@@ -1,7 +1,8 @@
 """From the names of a checkpoint to the parameters of a transformers model.
 
-transformers renames tensors and merges some on the way (the matrices of all experts become one, for instance); what it
-knows of that, by class of model, is asked of it. Files, formats and errors are those of every other model.
+transformers renames tensors and merges some on the way (the matrices of all experts become one, for
+instance); what it knows of that, by class of model, is asked of it. Files, formats and errors are those of
+every other model.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class CheckpointNames:
         """(parameter, pattern of the converter that makes it, if any) for a tensor of the checkpoint."""
         from transformers.core_model_loading import rename_source_key
 
-        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._state)
+        name, pattern = rename_source_key(
+            stored, self._renamings, self._converters, self._prefix, self._state
+        )
         if name not in self._state and stored in self._state:
             return stored, None
         return name, pattern
@@ -114,8 +117,11 @@ class CheckpointNames:
         targets = self.converter(pattern).target_patterns
         return [name.replace(targets[0], target) for target in targets]
 
-    def convert(self, name: str, sources: Sequence[tuple[_Source, Callable[[], Tensor]]]) -> dict[str, Tensor]:
-        """The parameters that the sources, in natural order, make up. Raises ModelError if they do not fit."""
+    def convert(
+        self, name: str, sources: Sequence[tuple[_Source, Callable[[], Tensor]]]
+    ) -> dict[str, Tensor]:
+        """The parameters that the sources, in natural order, make up.
+        Raises ModelError if they do not fit."""
         pattern = sources[0][0].pattern
         assert pattern is not None
         converter = self.converter(pattern)
@@ -125,7 +131,8 @@ class CheckpointNames:
             made: dict[str, Any] = converter.convert(name, model=self._model, config=self._model.config)
         except Exception as error:  # whatever stacking raises for tensors that do not fit together
             raise ModelError(
-                f"The tensors {sources[0][0].name!r} to {sources[-1][0].name!r} do not make up {name!r}: {error}"
+                f"The tensors {sources[0][0].name!r} to {sources[-1][0].name!r} do not make up {name!r}: "
+                f"{error}"
             ) from error
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
@@ -133,17 +140,19 @@ class CheckpointNames:
 def iterate_parameters(
     directory: Path, names: CheckpointNames, packed: PackedWeights | None
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield (parameter, CPU tensor in its dtype) for exactly ``names.expected``; packed ones of linear layers as they
-    are stored. A tensor may be a view of the mapped file.
+    """Yield (parameter, CPU tensor in its dtype) for exactly ``names.expected``; packed ones of linear layers
+    as they are stored. A tensor may be a view of the mapped file.
 
-    Raises ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor;
-    of tensors that are merged, shapes are checked when they are.
+    Raises ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or
+    misshapen tensor; of tensors that are merged, shapes are checked when they are.
     """
     expected = names.expected
     places = _find_places(directory, names, packed)
     files = {path for sources in places.values() for one in sources for _, path, _ in one.parts.values()}
     with ExitStack() as stack:
-        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in sorted(files)}
+        handles: dict[Path, Any] = {
+            path: stack.enter_context(open_safetensors(path)) for path in sorted(files)
+        }
         if packed is not None:
             _drop_empty_biases(places, expected, handles)
         found: dict[str, Shape] = {}
@@ -155,7 +164,9 @@ def iterate_parameters(
                 for target in names.made_by(name, sources[0].pattern):
                     found[target], file_of[target] = expected.get(target, ()), first[1]
             elif len(sources) > 1:
-                raise ModelError(f"{first[1]}: tensors {sources[0].name!r} and {sources[1].name!r} are both {name!r}.")
+                raise ModelError(
+                    f"{first[1]}: tensors {sources[0].name!r} and {sources[1].name!r} are both {name!r}."
+                )
             elif "" in sources[0].parts:
                 found[name] = first[2].shape
             else:
@@ -170,14 +181,17 @@ def iterate_parameters(
                 pair = [_read_plain(handles, places[one][0]) for one in (name, source)]
                 if pair[0] is not None and pair[1] is not None and not torch.equal(pair[0], pair[1]):
                     raise ModelError(
-                        f"{directory} stores {name!r} and {source!r} with different values, but its configuration "
+                        f"{directory} stores {name!r} and {source!r} with different values, but its "
+                        "configuration "
                         'ties them: give hf_overrides={"tie_word_embeddings": false} to use both.'
                     )
                 del found[name], places[name]
         check_tensors(found, expected, file_of, directory)
 
         def read(name: str, source: _Source) -> StoredWeight:
-            tensors = {part: handles[path].get_tensor(stored) for part, (stored, path, _) in source.parts.items()}
+            tensors = {
+                part: handles[path].get_tensor(stored) for part, (stored, path, _) in source.parts.items()
+            }
             if "" in tensors:
                 value: Tensor = tensors[""].to(names.dtype(name))
                 return value
@@ -213,12 +227,16 @@ def _read_plain(handles: Mapping[Path, Any], source: _Source) -> Tensor | None:
     return tensor
 
 
-def _find_places(directory: Path, names: CheckpointNames, packed: PackedWeights | None) -> dict[str, list[_Source]]:
+def _find_places(
+    directory: Path, names: CheckpointNames, packed: PackedWeights | None
+) -> dict[str, list[_Source]]:
     """Parameter -> the tensors it is made of, in natural order: expert 10 follows expert 9."""
     from transformers.core_model_loading import dot_natural_key
 
     def is_used(stored: str) -> bool:
-        return (packed is None or not packed.is_unused(stored)) and not names.is_ignored(names.place(stored)[0])
+        return (packed is None or not packed.is_unused(stored)) and not names.is_ignored(
+            names.place(stored)[0]
+        )
 
     whole: dict[str, dict[str, tuple[str, Path, StoredPart]]] = {}
     for stored, (path, header, is_listed) in stored_tensors(directory, packed, is_used).items():
@@ -240,7 +258,8 @@ def _find_places(directory: Path, names: CheckpointNames, packed: PackedWeights 
 def _drop_empty_biases(
     places: dict[str, list[_Source]], expected: Mapping[str, Shape], handles: Mapping[Path, Any]
 ) -> None:
-    """GPTQ writers give every layer a bias, of zeros where the model has none. ModelError if there is more in one."""
+    """GPTQ writers give every layer a bias, of zeros where the model has none.
+    ModelError if there is more in one."""
     for name in [name for name in places if name.endswith(".bias") and name not in expected]:
         if places[name][0].pattern is None:
             [(stored, path, _)] = places.pop(name)[0].parts.values()

@@ -1,9 +1,10 @@
 """How a transformers model reaches the engine's attention, and what each of its layers asks of it.
 
-transformers lets a model's attention be replaced by name (``AttentionInterface``). Under ``PAGED`` the queries, keys
-and values of every layer come here: keys and values go into the cache, and the engine attends. Under ``PROBE`` the
-model runs once, on tensors without contents, to tell what its layers are: heads, dimensions, scale, window, soft cap,
-sinks. What a layer says of its mask (``AttentionMaskInterface``) counts, not what its configuration seems to mean.
+transformers lets a model's attention be replaced by name (``AttentionInterface``). Under ``PAGED`` the
+queries, keys and values of every layer come here: keys and values go into the cache, and the engine attends.
+Under ``PROBE`` the model runs once, on tensors without contents, to tell what its layers are: heads,
+dimensions, scale, window, soft cap, sinks. What a layer says of its mask (``AttentionMaskInterface``) counts,
+not what its configuration seems to mean.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from minivllm.transformers_models.trace.operators import LayerAttention, StepHol
 PAGED, PROBE = "minivllm", "minivllm_probe"
 PROBE_TOKENS = 7
 ONE_AT_A_TIME = threading.Lock()
-"""Held while a model is built or probed: what that changes, such as PyTorch's default dtype, is the whole process's."""
+"""Held while a model is built or probed:
+what that changes, such as PyTorch's default dtype, is the whole process's."""
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]
 """transformers' masks: (batch, head, query position, key position) -> visible."""
@@ -39,9 +41,12 @@ _KNOWN_TENSORS = ("s_aux", "position_ids", "cache_position", "position_embedding
 
 
 class PagedLayer:
-    """Hangs on an attention module, and knows which layer that is. ``step`` is shared by all layers of a model."""
+    """Hangs on an attention module, and knows which layer that is.
+    ``step`` is shared by all layers of a model."""
 
-    def __init__(self, index: int, layer: LayerAttention, attention_dtype: torch.dtype, holder: StepHolder) -> None:
+    def __init__(
+        self, index: int, layer: LayerAttention, attention_dtype: torch.dtype, holder: StepHolder
+    ) -> None:
         self.index, self.layer, self.dtype, self.holder = index, layer, attention_dtype, holder
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -58,8 +63,9 @@ class PagedLayer:
 
 
 class OwnPositions:
-    """Stands in the place of transformers' cache for layers that count positions themselves, from the length of what
-    is cached: for each token of the step, the difference between its position and its place in the step."""
+    """Stands in the place of transformers' cache for layers that count positions themselves, from the length
+    of what is cached: for each token of the step, the difference between its position and its place in the
+    step."""
 
     def __init__(self, positions: Tensor) -> None:
         places = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
@@ -80,21 +86,32 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _paged_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
     return layer.attend(query, key, value, options.get("s_aux")), None
 
 
 class Probe:
-    """One run on tensors without contents, in which every layer's attention is recorded instead of computed."""
+    """One run on tensors without contents,
+    in which every layer's attention is recorded instead of computed."""
 
     _current: Probe | None = None
 
     def __init__(
-        self, model: nn.Module, windows: set[int], chunks: set[int], whole: Sequence[tuple[int, OwnHeads]] = ()
+        self,
+        model: nn.Module,
+        windows: set[int],
+        chunks: set[int],
+        whole: Sequence[tuple[int, OwnHeads]] = (),
     ) -> None:
-        """windows, chunks: sizes that the configuration names, among which that of a layer's mask is looked for.
+        """windows, chunks: sizes that the configuration names,
+        among which that of a layer's mask is looked for.
 
         whole: (query heads of the whole layer, this worker's) in a model of which this worker has a part.
         """
@@ -118,9 +135,13 @@ class Probe:
                 masking_utils.find_packed_sequence_indices = find_packed
                 Probe._current = None
 
-    def record(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
+    def record(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
         name = self._names.get(module, type(module).__name__)
-        strange = [key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN_TENSORS]
+        strange = [
+            key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN_TENSORS
+        ]
         if strange:
             _refuse(name, f"its attention adds {strange[0]}, which the engine's does not know")
         own = self._own_heads(name, q)
@@ -128,7 +149,9 @@ class Probe:
             q, k, v = q[:, own.heads], k[:, own.kv_heads], v[:, own.kv_heads]
         if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             _refuse(
-                name, f"{q.shape[1]} query heads do not share {k.shape[1]} and {v.shape[1]} heads of k and v evenly"
+                name,
+                f"{q.shape[1]} query heads do not share {k.shape[1]} and {v.shape[1]} heads of k and v "
+                "evenly",
             )
         if q.shape[2] != PROBE_TOKENS or k.shape[2] != PROBE_TOKENS:
             _refuse(name, f"it attends from {q.shape[2]} to {k.shape[2]} tokens in a step of {PROBE_TOKENS}")
@@ -201,17 +224,26 @@ class RecordedMask:
         return self
 
     def fit(self, windows: set[int], chunks: set[int]) -> tuple[str, int | None] | None:
-        """("window", size or None for full attention) or ("chunk", size): the rule that holds at all borders."""
-        kinds: list[tuple[str, int | None]] = [("window", None), *(("window", size) for size in sorted(windows))]
+        """("window", size or None for full attention) or ("chunk", size):
+        the rule that holds at all borders."""
+        kinds: list[tuple[str, int | None]] = [
+            ("window", None),
+            *(("window", size) for size in sorted(windows)),
+        ]
         kinds += [("chunk", size) for size in sorted(chunks)]
         sizes = {size for _, size in kinds if size is not None} | {PROBE_TOKENS}
-        queries = sorted({max(0, times * size + step) for size in sizes for times in (1, 2) for step in (-1, 0, 1)})
+        queries = sorted(
+            {max(0, times * size + step) for size in sizes for times in (1, 2) for step in (-1, 0, 1)}
+        )
         keys = sorted(
-            {0} | {max(0, border + step) for q in queries for border in _borders(q, sizes) for step in (-1, 0, 1)}
+            {0}
+            | {max(0, border + step) for q in queries for border in _borders(q, sizes) for step in (-1, 0, 1)}
         )
         q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None, :]
         with _NoPadding():
-            seen = torch.as_tensor(self._rule(torch.tensor(0), torch.tensor(0), q, k)).expand(len(queries), len(keys))
+            seen = torch.as_tensor(self._rule(torch.tensor(0), torch.tensor(0), q, k)).expand(
+                len(queries), len(keys)
+            )
         for kind, size in kinds:
             visible = k <= q
             if kind == "chunk" and size is not None:
@@ -224,10 +256,13 @@ class RecordedMask:
 
 
 class _NoPadding(TorchFunctionMode):
-    """Tensors without contents that a mask looks at count the padding of a batch, of which a probe has none: zeros."""
+    """Tensors without contents that a mask looks at count the padding of a batch,
+    of which a probe has none: zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x for x in args]
+        known = [
+            torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x for x in args
+        ]
         return func(*known, **(kwargs or {}))
 
 

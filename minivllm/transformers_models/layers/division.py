@@ -1,10 +1,11 @@
-"""Which part of a transformers model is a worker's, by the plan for tensor parallelism that the model comes with.
+"""Which part of a transformers model is a worker's,
+by the plan for tensor parallelism that the model comes with.
 
-A plan (``base_model_tp_plan``) names linear layers and says how each is divided. "colwise": by outputs, which stay with
-their workers. "rowwise": by inputs, and the products are added up. "colwise_gather_output" and "rowwise_split_input" do
-so for layers between which every worker needs the whole. "packed_colwise": two layers in one, each by its outputs. What
-transformers divides in equal parts is dealt out here as in minivllm's own decoder: in whole heads, or units of 32
-values, and not always evenly.
+A plan (``base_model_tp_plan``) names linear layers and says how each is divided. "colwise": by outputs, which
+stay with their workers. "rowwise": by inputs, and the products are added up. "colwise_gather_output" and
+"rowwise_split_input" do so for layers between which every worker needs the whole. "packed_colwise": two
+layers in one, each by its outputs. What transformers divides in equal parts is dealt out here as in
+minivllm's own decoder: in whole heads, or units of 32 values, and not always evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.errors import ConfigError
-from minivllm.models.shards import MLP_UNIT, VOCABULARY_UNIT, OwnHeads, obstacle_to_heads, own_heads, own_inner, times
+from minivllm.models.shards import (
+    MLP_UNIT,
+    VOCABULARY_UNIT,
+    OwnHeads,
+    obstacle_to_heads,
+    own_heads,
+    own_inner,
+    times,
+)
 from minivllm.transformers_models.trace.operators import LayerAttention, Ranks
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -43,13 +52,15 @@ class LinearPart(NamedTuple):
 
 
 class Division:
-    """The parts of one worker. Raises ConfigError for a model without a plan, and for what it cannot divide."""
+    """The parts of one worker. Raises ConfigError for a model without a plan,
+    and for what it cannot divide."""
 
     def __init__(
         self, model: Any, body: nn.Module, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1
     ) -> None:
-        """model: whole, as transformers builds it. body: the module of it that a plan is about. layers: what attention
-        does in it. input_unit: inputs of a linear layer that stay together, since they share a scale."""
+        """model: whole, as transformers builds it. body: the module of it that a plan is about. layers: what
+        attention does in it. input_unit: inputs of a linear layer that stay together, since they share a
+        scale."""
         self.ranks, self.shard, self._layers, self._input_unit = ranks, ranks.shard, layers, input_unit
         self._name = type(model).__name__
         names = {module: name for name, module in model.named_modules()}
@@ -59,7 +70,9 @@ class Division:
         if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
             self._refuse("its embedding or its head is of a kind of its own")
         self._embedding = f"{names[embedding]}.weight"
-        self._vocabulary = self._ranges("the vocabulary", embedding.num_embeddings, VOCABULARY_UNIT)[self.shard.rank]
+        self._vocabulary = self._ranges("the vocabulary", embedding.num_embeddings, VOCABULARY_UNIT)[
+            self.shard.rank
+        ]
         self._divided = {names[embedding], self._embedding}
         if not self._plan:
             self._refuse("transformers has no plan for dividing it")
@@ -68,7 +81,8 @@ class Division:
             for name in names.values()
             if (layer := self._layer(name)) is not None and self._style(name) in _ROWS
         }
-        """Attention modules whose outputs are multiplied in parts; every worker has all heads of the others."""
+        """Attention modules whose outputs are multiplied in parts;
+        every worker has all heads of the others."""
         for layer in layers:
             if layer.module not in self._divides_heads:
                 continue
@@ -109,7 +123,9 @@ class Division:
         count = out_features if style == "colwise" else in_features
         own = self._inner(name, count) if layer is None else self._of_heads(name, layer, count)
         if style in _ROWS and (own.start % self._input_unit or own.stop % self._input_unit):
-            self._refuse(f"the inputs of {name} would be divided where {self._input_unit} share a scale: use int8")
+            self._refuse(
+                f"the inputs of {name} would be divided where {self._input_unit} share a scale: use int8"
+            )
         return LinearPart("column" if style == "colwise" else "row", own, takes_whole=style in _SPLIT_INPUT)
 
     def experts(self, name: str, inner: int) -> slice | None:
@@ -121,7 +137,8 @@ class Division:
         return self._inner(name, inner)
 
     def parameter(self, name: str, value: Tensor) -> Tensor:
-        """This worker's part of a parameter outside linear layers: rows of the embedding, or sinks of attention."""
+        """This worker's part of a parameter outside linear layers:
+        rows of the embedding, or sinks of attention."""
         if name == self._embedding:
             return value[self._vocabulary]
         layer = self._layer(name)
@@ -130,10 +147,11 @@ class Division:
         return value[self.heads(layer).heads]
 
     def divide_parameters(self, model: nn.Module) -> None:
-        """Leave of parameters what is this worker's, and have the embedding look up its own tokens. model: with its
-        linear layers and experts replaced, and no contents.
+        """Leave of parameters what is this worker's, and have the embedding look up its own tokens. model:
+        with its linear layers and experts replaced, and no contents.
 
-        Raises ConfigError if the plan divides a parameter that was not asked for, or divides it in another way.
+        Raises ConfigError if the plan divides a parameter that was not asked for,
+        or divides it in another way.
         """
         divided = {name: self.parameter(name, value) for name, value in model.named_parameters()}
         for name in [*dict(model.named_modules()), *divided]:
@@ -184,11 +202,14 @@ class Division:
         return [Shard(rank, size).own(count, unit) for rank in range(size)]
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ConfigError(f"tensor_parallel_size is {self.shard.size}, but {self._name} cannot be divided so: {why}.")
+        raise ConfigError(
+            f"tensor_parallel_size is {self.shard.size}, but {self._name} cannot be divided so: {why}."
+        )
 
 
 def _look_up_own(embedding: Any, own: slice, ranks: Ranks) -> None:
-    """Have an embedding look up this worker's tokens, and add up what all workers find: zeros but for one of them."""
+    """Have an embedding look up this worker's tokens, and add up what all workers find:
+    zeros but for one of them."""
     look_up, size = embedding.forward, own.stop - own.start
     embedding.padding_idx = None  # it matters only while a model is trained, and may be another worker's
 

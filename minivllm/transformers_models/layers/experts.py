@@ -1,7 +1,8 @@
-"""The experts of a transformers model, computed and stored by the engine's methods: packed, quantised, traced.
+"""The experts of a transformers model, computed and stored by the engine's methods:
+packed, quantised, traced.
 
-transformers keeps the matrices of all experts of a layer in two tensors and lets the sum over them be replaced by name
-(``ExpertsInterface``), as it does with attention.
+transformers keeps the matrices of all experts of a layer in two tensors and lets the sum over them be
+replaced by name (``ExpertsInterface``), as it does with attention.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _NAMED = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 class EngineExperts:
-    """The experts of one layer, in the layout that their module declares. index: of the layer among those with some.
-    ranks: the workers that have the other parts of them."""
+    """The experts of one layer, in the layout that their module declares. index: of the layer among those
+    with some. ranks: the workers that have the other parts of them."""
 
     def __init__(
         self, module: nn.Module, experts: Experts, index: int, holder: StepHolder, ranks: Ranks | None
@@ -53,7 +54,9 @@ class EngineExperts:
                 continue
             half = own.shape[0] // 2
             gate, up = (
-                (slice(half), slice(half, None)) if self._is_concatenated else (slice(0, None, 2), slice(1, None, 2))
+                (slice(half), slice(half, None))
+                if self._is_concatenated
+                else (slice(0, None, 2), slice(1, None, 2))
             )
             for own_part, rows in (("gate_proj", gate), ("up_proj", up)):
                 values = own.part(rows, slice(None)) if isinstance(own, QuantizedWeight) else own[rows]
@@ -78,11 +81,13 @@ def replace_experts(
     holder: StepHolder,
     division: Division | None = None,
 ) -> dict[str, EngineExperts]:
-    """Have the engine compute the experts of all layers, by their names in the model. Empty where they have another
-    form than the engine's; then transformers computes them. division: see replace_linears."""
+    """Have the engine compute the experts of all layers, by their names in the model. Empty where they have
+    another form than the engine's; then transformers computes them. division: see replace_linears."""
     if not model._can_set_experts_implementation():
         return {}
-    found: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "is_concatenated")}
+    found: dict[str, Any] = {
+        name: part for name, part in model.named_modules() if hasattr(part, "is_concatenated")
+    }
     forms = {name: _activation(part) for name, part in found.items()}
     if any(form is None for form in forms.values()):
         model.set_experts_implementation(THEIRS)
@@ -115,7 +120,8 @@ def replace_experts(
 
 
 def _activation(module: Any) -> ExpertActivation | None:
-    """The activation that computes what the module's own does; None if there is none, or experts do more than that."""
+    """The activation that computes what the module's own does;
+    None if there is none, or experts do more than that."""
     tensors = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     wanted = _TENSORS if module.has_bias else _TENSORS - {"gate_up_proj_bias", "down_proj_bias"}
     if tensors != wanted or not module.has_gate or module.has_post_expert_norm:
@@ -127,7 +133,9 @@ def _activation(module: Any) -> ExpertActivation | None:
     halves = torch.cat([gate, up], -1)
     given = halves if module.is_concatenated else torch.stack([gate, up], -1).flatten(1)
     own = module._apply_gate(given)
-    return next((form for form in forms if torch.allclose(activate(halves, form), own, atol=1e-6, rtol=1e-5)), None)
+    return next(
+        (form for form in forms if torch.allclose(activate(halves, form), own, atol=1e-6, rtol=1e-5)), None
+    )
 
 
 def compute_experts(module: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The linear layers of a transformers model, computed by the engine's methods: packed, quantised, with adapters."""
+"""The linear layers of a transformers model, computed by the engine's methods:
+packed, quantised, with adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 class SharedProduct:
     """One product for all linear layers of a block that read the same input, such as q, k and v.
 
-    index: of the product in the model. widths: outputs of every worker in each of the layers, if they are put together.
+    index: of the product in the model.
+    widths: outputs of every worker in each of the layers, if they are put together.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class SharedProduct:
         self._parts: dict[str, Tensor] = {}
 
     def part(self, name: str, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out of that part]. What is computed for one part is kept until all others have asked."""
+        """x [..., in] -> [..., out of that part].
+        What is computed for one part is kept until all others have asked."""
         if len(self.sizes) == 1:
             return self._joined(self._compute(x))
         if self._input is not x or name not in self._parts:
@@ -84,9 +87,16 @@ class LinearModule(nn.Module):
     takes_whole: see LinearPart.
     """
 
-    def __init__(self, product: SharedProduct, part: str, is_transposed: bool, takes_whole: bool = False) -> None:
+    def __init__(
+        self, product: SharedProduct, part: str, is_transposed: bool, takes_whole: bool = False
+    ) -> None:
         super().__init__()
-        self._product, self.part, self._is_transposed, self._takes_whole = product, part, is_transposed, takes_whole
+        self._product, self.part, self._is_transposed, self._takes_whole = (
+            product,
+            part,
+            is_transposed,
+            takes_whole,
+        )
         self.in_features, self.out_features = product.linear.in_features, product.sizes[part]
 
     @property
@@ -128,10 +138,10 @@ def replace_linears(
 ) -> dict[str, LinearModule]:
     """Put a LinearModule in the place of every linear layer. Returns them by their names in the model.
 
-    siblings: names of layers of one block that read the same input. division: which part of them is this worker's, if
-    not all. Classes derived from ``nn.Linear`` compute
-    something else and stay, and so do the products that choose experts, which are small, and on whose exact values the
-    choice depends.
+    siblings: names of layers of one block that read the same input. division: which part of them is this
+    worker's, if not all. Classes derived from ``nn.Linear`` compute
+    something else and stay, and so do the products that choose experts, which are small,
+    and on whose exact values the choice depends.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -160,7 +170,9 @@ def replace_linears(
         )
         widths = None if own is None or own.widths is None else [divided[name].widths or () for name in names]
         ranks = None if own is None or division is None else division.ranks
-        product = SharedProduct(linear, len({id(one.linear) for one in replaced.values()}), holder, ranks, widths)
+        product = SharedProduct(
+            linear, len({id(one.linear) for one in replaced.values()}), holder, ranks, widths
+        )
         for part, name in parts.items():
             parent, _, last = name.rpartition(".")
             is_transposed = type(found[name]) is Conv1D
@@ -179,7 +191,9 @@ def _divided(
     for name, module in found.items():
         out_features, in_features = _shape(module)
         is_head = module is head
-        parts[name] = division.head(out_features) if is_head else division.linear(name, out_features, in_features)
+        parts[name] = (
+            division.head(out_features) if is_head else division.linear(name, out_features, in_features)
+        )
     return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -193,8 +207,8 @@ def _shape(module: nn.Module) -> tuple[int, int]:
 def _together(
     found: Mapping[str, nn.Module], siblings: Sequence[Sequence[str]], divided: Mapping[str, LinearPart]
 ) -> list[list[str]]:
-    """All names, those in one list whose layers can be computed as one product: both or none with a bias, and divided
-    by outputs in the same way if they are."""
+    """All names, those in one list whose layers can be computed as one product: both or none with a bias, and
+    divided by outputs in the same way if they are."""
     group_of: dict[str, tuple[object, ...]] = {name: (name,) for name in found}
     for number, names in enumerate(siblings):
         for name in names:
@@ -209,8 +223,8 @@ def _together(
 
 
 def settle_rotary(model: nn.Module, max_model_len: int, device: torch.device) -> None:
-    """Rotary frequencies that depend on the length of a text are settled once, for max_model_len, so that the tokens of
-    a request do not depend on how long the texts beside it are, and cached blocks stay true."""
+    """Rotary frequencies that depend on the length of a text are settled once, for max_model_len, so that the
+    tokens of a request do not depend on how long the texts beside it are, and cached blocks stay true."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():

@@ -1,8 +1,9 @@
-"""Which layers of a transformers model are a stage's, by the plan for pipeline parallelism that the model comes with.
+"""Which layers of a transformers model are a stage's,
+by the plan for pipeline parallelism that the model comes with.
 
-A plan (``base_model_pp_plan``) names the parts of a body in their order: the embedding, the list of layers, and what
-follows them. Parts of other stages stay where they are, without their contents, and hand on what they are given; so a
-body runs as transformers wrote it, whatever it looks up by the number of a layer.
+A plan (``base_model_pp_plan``) names the parts of a body in their order: the embedding, the list of layers,
+and what follows them. Parts of other stages stay where they are, without their contents, and hand on what
+they are given; so a body runs as transformers wrote it, whatever it looks up by the number of a layer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ class StageParts:
         parts: dict[str, Any] = {name: getattr(body, name, None) for name in plan}
         lists = [name for name, part in parts.items() if isinstance(part, nn.ModuleList)]
         embedding = model.get_input_embeddings()
-        if len(lists) != 1 or plan.index(lists[0]) != 1 or parts[plan[0]] is not embedding or None in parts.values():
+        if (
+            len(lists) != 1
+            or plan.index(lists[0]) != 1
+            or parts[plan[0]] is not embedding
+            or None in parts.values()
+        ):
             self._refuse("its plan names more than an embedding, a list of layers and what follows them")
         self._embedding, self._layers = embedding, parts[lists[0]]
         self._behind = [parts[name] for name in plan[2:]]
@@ -85,7 +91,8 @@ class StageParts:
         layer.forward = forward
 
     def _made_up(self, ids: Tensor) -> Tensor:
-        """ids [1, tokens] -> [1, tokens, hidden]: a stand-in for the embedding, which only the first stage has."""
+        """ids [1, tokens] -> [1, tokens, hidden]:
+        a stand-in for the embedding, which only the first stage has."""
         size, dtype = self._embedding.embedding_dim, self._model.dtype
         if self.is_linked or ids.is_meta:
             return torch.empty(*ids.shape, size, dtype=dtype, device=ids.device)
@@ -93,7 +100,9 @@ class StageParts:
 
     def _refuse(self, why: str) -> None:
         name = type(self._model).__name__
-        raise ConfigError(f"pipeline_parallel_size is {self._stage.size}, but {name} cannot be cut so: {why}.")
+        raise ConfigError(
+            f"pipeline_parallel_size is {self._stage.size}, but {name} cannot be cut so: {why}."
+        )
 
 
 def _handed_on(x: Tensor, *args: Any, **named: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """A traced model in segments: what lies in front of the first attention, between two, and behind the last.
 
-A segment is a graph, whose inputs are attention's output, positions, adapters, the values that earlier segments left,
-and the weights it reads. Segments that say the same are one region: only weights tell layers apart.
+A segment is a graph, whose inputs are attention's output, positions, adapters, the values that earlier
+segments left, and the weights it reads. Segments that say the same are one region: only weights tell layers
+apart.
 Where several workers divide the model, segments also end where these exchange a tensor.
 """
 
@@ -56,8 +57,8 @@ class ExpertSum(nn.Module):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What workers do with the tensor that a segment ends with. widths: of each one's, if they go side by side; None
-    where they are added."""
+    """What workers do with the tensor that a segment ends with.
+    widths: of each one's, if they go side by side; None where they are added."""
 
     widths: tuple[int, ...] | None
 
@@ -66,12 +67,12 @@ class Exchange:
 class Segment:
     """What is computed between two attentions, or exchanges.
 
-    module: called with (entry, positions, adapters, *values, *own, *products, *experts). takes, gives: values that it
-    reads of earlier segments and leaves for later ones, by number. own, products, experts: what it reads of the model,
-    by place. attends: whether the first three outputs are q, k and v. sinks: the place of the layer's own tensor.
-    dtype: of attention's output in front of it. specs: of the values it takes. exchange: what is done with the first
-    output, [tokens, width], if workers exchange it. entry: of what is in front of it if that was exchanged. keeps: the
-    number under which later segments read that again.
+    module: called with (entry, positions, adapters, *values, *own, *products, *experts). takes, gives: values
+    that it reads of earlier segments and leaves for later ones, by number. own, products, experts: what it
+    reads of the model, by place. attends: whether the first three outputs are q, k and v. sinks: the place of
+    the layer's own tensor. dtype: of attention's output in front of it. specs: of the values it takes.
+    exchange: what is done with the first output, [tokens, width], if workers exchange it. entry: of what is
+    in front of it if that was exchanged. keeps: the number under which later segments read that again.
     """
 
     module: fx.GraphModule
@@ -96,7 +97,8 @@ class Segment:
 
 @dataclass
 class _Plan:
-    """Which nodes of the trace a segment computes, and what it reads from outside, in the order of its first use."""
+    """Which nodes of the trace a segment computes, and what it reads from outside,
+    in the order of its first use."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     takes: list[fx.Node] = field(default_factory=list)
@@ -108,7 +110,8 @@ class _Plan:
 
 
 def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> list[Segment]:
-    """The segments of a trace in their order. products, experts: what the operators of the trace mean by their numbers.
+    """The segments of a trace in their order.
+    products, experts: what the operators of the trace mean by their numbers.
 
     Raises CannotTrace.
     """
@@ -178,7 +181,11 @@ class _Builder:
     """Writes the graph of one segment."""
 
     def __init__(
-        self, trace: Trace, plan: _Plan, before: fx.Node | None, modules: dict[str, Callable[[int], nn.Module]]
+        self,
+        trace: Trace,
+        plan: _Plan,
+        before: fx.Node | None,
+        modules: dict[str, Callable[[int], nn.Module]],
     ) -> None:
         """before: the attention or the exchange in front of the segment."""
         self._trace, self._plan, self._before = trace, plan, before

@@ -1,7 +1,8 @@
-"""What stands for attention, products and experts while a model is traced, and what each layer asks of attention.
+"""What stands for attention, products and experts while a model is traced,
+and what each layer asks of attention.
 
-None of these operators is ever run: a trace is cut at attention and where workers exchange tensors, and the others
-become calls of the engine's linear layers and experts, whose weights a trace need not know.
+None of these operators is ever run: a trace is cut at attention and where workers exchange tensors, and the
+others become calls of the engine's linear layers and experts, whose weights a trace need not know.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from minivllm.specs.caches import LayerCache
 class LayerAttention:
     """What one layer told of itself. value_dim: of v, where it is less than that of q and k (it is padded).
 
-    module: the attention module that calls, by its name in the model. own: the heads that this worker attends with, if
-    the module computes those of all workers.
+    module: the attention module that calls, by its name in the model. own: the heads that this worker attends
+    with, if the module computes those of all workers.
     """
 
     module: str
@@ -47,15 +48,19 @@ class LayerAttention:
         """K and V are stored as wide as the wider of them."""
         return max(self.head_dim, self.value_dim)
 
-    def own_part(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D], sinks [heads] of the heads that this worker has."""
+    def own_part(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D],
+        sinks [heads] of the heads that this worker has."""
         if self.own is None:
             return q, k, v, sinks
         heads, kv_heads = self.own.heads, self.own.kv_heads
         return q[:, heads], k[:, kv_heads], v[:, kv_heads], None if sinks is None else sinks[heads]
 
     def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [1, kv_heads, tokens, D] -> [tokens, kv_heads, cache_dim] each, zeros behind what is narrower."""
+        """k, v [1, kv_heads, tokens, D] -> [tokens, kv_heads, cache_dim] each,
+        zeros behind what is narrower."""
         width = self.cache_dim
         k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in (k, v))
         return k[0].transpose(0, 1), v[0].transpose(0, 1)
@@ -81,7 +86,8 @@ class LayerAttention:
 
 
 class Step:
-    """What the layers need of the step that is being computed, or of none: attend is None while they are traced."""
+    """What the layers need of the step that is being computed, or of none:
+    attend is None while they are traced."""
 
     def __init__(self, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend | None) -> None:
         self.tokens, self.caches, self.attend = tokens, caches, attend

@@ -1,4 +1,5 @@
-"""One run of a model on tensors without contents, whose number of tokens is left open: a graph of all it computes."""
+"""One run of a model on tensors without contents, whose number of tokens is left open:
+a graph of all it computes."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class OwnTensors:
 class Trace:
     """The graph of ``function(*inputs)`` and the tensors that it reads besides.
 
-    own: placeholder or constant of the graph -> its place in ``constants(own tensors)``. inputs: placeholders of the
-    inputs. tokens: the symbol of the number of tokens.
+    own: placeholder or constant of the graph -> its place in ``constants(own tensors)``. inputs: placeholders
+    of the inputs. tokens: the symbol of the number of tokens.
     """
 
     def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], own: OwnTensors) -> None:
@@ -73,7 +74,9 @@ class Trace:
         with torch.inference_mode(False), torch.no_grad():
             fakes = []
             for place, tensor in enumerate(inputs):
-                sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK, *fixed[1 : tensor.dim()]])
+                sizes: Any = StatelessSymbolicContext(
+                    dynamic_sizes=[DimDynamic.DUCK, *fixed[1 : tensor.dim()]]
+                )
                 source = ConstantSource(f"input_{place}")
                 own_copy = tensor.clone()  # one tensor given twice would be one input
                 fakes.append(mode.from_tensor(own_copy, symbolic_context=sizes, source=source))

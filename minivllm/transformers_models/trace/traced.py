@@ -1,7 +1,8 @@
-"""A traced model as a program: its segments are pieces, with attention and what ranks exchange as seams between them.
+"""A traced model as a program: its segments are pieces,
+with attention and what ranks exchange as seams between them.
 
-Between two regions live what the later ones read: attention's output, the residual stream, rotary tables that the
-first region has computed, and whatever else a family hands on from layer to layer.
+Between two regions live what the later ones read: attention's output, the residual stream, rotary tables that
+the first region has computed, and whatever else a family hands on from layer to layer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TracedCode:
-    """A segment of a traced model. Its text is what it does, so the graph itself takes no part in comparisons."""
+    """A segment of a traced model. Its text is what it does,
+    so the graph itself takes no part in comparisons."""
 
     text: str
     products: tuple[Product, ...]
@@ -50,16 +52,17 @@ class TracedCode:
     """Of attention's output, in the model."""
     attention_dtype: torch.dtype
     shapes: tuple[TensorSpec | None, ...]
-    """Shapes in the model, of the entry and of each value, of tensors that ranks exchange as [tokens, width]."""
+    """Shapes in the model, of the entry and of each value,
+    of tensors that ranks exchange as [tokens, width]."""
     is_exchanged: bool
     graph: fx.GraphModule = field(repr=False, compare=False)
 
     def __call__(
         self, entry: Tensor, positions: Tensor, adapters: RowAdapters | None, *more: Any
     ) -> tuple[Tensor, ...]:
-        """entry: token ids, attention's output, or what was exchanged. more: [the layer's cache], values of earlier
-        segments, own tensors, arguments of linear layers, tensors of experts. Returns queries, a tensor to exchange or
-        the result, then the values that later segments read."""
+        """entry: token ids, attention's output, or what was exchanged. more: [the layer's cache], values of
+        earlier segments, own tensors, arguments of linear layers, tensors of experts. Returns queries, a
+        tensor to exchange or the result, then the values that later segments read."""
         *values, own, products, experts = more
         cache: Any = values.pop(0) if self.attends is not None else None
         shape, *shapes = self.shapes
@@ -97,9 +100,9 @@ class TracedModel:
         device: torch.device,
         communicator: Communicator | None = None,
     ) -> None:
-        """body: (token ids, positions) int32 [tokens] -> hidden states [tokens, hidden]. head: (some of these, ids
-        int32) -> logits [rows, vocab]. Both speak of attention, products and exchanges by the operators. Raises
-        CannotTrace."""
+        """body: (token ids, positions) int32 [tokens] -> hidden states [tokens, hidden]. head: (some of
+        these, ids int32) -> logits [rows, vocab]. Both speak of attention, products and exchanges by the
+        operators. Raises CannotTrace."""
         self._layers, self._own, self._products, self._experts = layers, own, products, experts
         self._dtype, self._attention_dtype, self._device = dtype, attention_dtype, device
         self._communicator = communicator
@@ -123,13 +126,20 @@ class TracedModel:
         for program in self._programs:
             program.rebind()
 
-    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+    def build_regions(
+        self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
         """Compile the pieces; see ``Model.build_regions``."""
-        inputs, ranks = program_inputs(tokens, caches), 1 if self._communicator is None else self._communicator.size
+        inputs, ranks = (
+            program_inputs(tokens, caches),
+            1 if self._communicator is None else self._communicator.size,
+        )
         program = self._program()
         self._step = BoundProgram(fuse(program, inputs, ranks=ranks), compile_region)
         # Uncompiled, as in ``Decoder``.
-        self._final = BoundProgram(fuse(program, inputs, ranks=ranks, results=("h",)), lambda region: region.function)
+        self._final = BoundProgram(
+            fuse(program, inputs, ranks=ranks, results=("h",)), lambda region: region.function
+        )
         self._programs = [self._step, self._final]
 
     def _program(self) -> Program:
@@ -138,15 +148,19 @@ class TracedModel:
         items.insert(cut_at + 1, seams.Pick())
         return [*items, *self._items(self._head_segments, "h", "logits", "head.")]
 
-    def _items(self, segments: Sequence[Segment], entry: Name, result: Name, prefix: str) -> list[Piece | Seam]:
-        """Pieces and seams of the body, or of the head. entry, result: the first register that is read, and the last
-        one that is given. prefix: of the names of registers."""
+    def _items(
+        self, segments: Sequence[Segment], entry: Name, result: Name, prefix: str
+    ) -> list[Piece | Seam]:
+        """Pieces and seams of the body, or of the head. entry, result: the first register that is read, and
+        the last one that is given. prefix: of the names of registers."""
         items: list[Piece | Seam] = []
         specs = {number: spec for segment in segments for number, spec in zip(segment.takes, segment.specs)}
         names = {number: f"{prefix}value.{number}" for number in specs}
         exchanged: dict[int, TensorSpec] = {}
         """Values that are what ranks have exchanged, and their shapes in the model."""
-        for place, segment in enumerate(segments):  # a later segment may read again what an earlier one began with
+        for place, segment in enumerate(
+            segments
+        ):  # a later segment may read again what an earlier one began with
             if segment.keeps is not None and segment.entry is not None:
                 names[segment.keeps] = f"{prefix}exchanged.{place - 1}"
                 exchanged[segment.keeps] = segment.entry
@@ -204,7 +218,9 @@ class TracedModel:
     def _weights_of(self, segment: Segment, is_head: bool) -> Callable[[], tuple[Any, ...]]:
         def weights() -> tuple[Any, ...]:
             own = self._of_head if is_head else self._of_body
-            products: tuple[LinearTensors, ...] = tuple(self._products[index].arguments for index in segment.products)
+            products: tuple[LinearTensors, ...] = tuple(
+                self._products[index].arguments for index in segment.products
+            )
             experts = tuple(tuple(self._experts[index].tensors) for index in segment.experts)
             return tuple(own[place] for place in segment.own), products, experts
 
@@ -213,7 +229,9 @@ class TracedModel:
     def _sinks_of(self, segment: Segment) -> Callable[[], Tensor | None]:
         return lambda: None if segment.sinks is None else self._of_body[segment.sinks].float()
 
-    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend
+    ) -> Hidden:
         """Run all layers up to the last attention."""
         return self._step.body(token_ids, tokens, caches, World(attend, self._communicator))
 

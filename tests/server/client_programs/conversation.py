@@ -1,6 +1,7 @@
 """What every client program talks about: the model says whatever follows the last ``say:``.
 
-A program is called with the server's URL; it fails with a traceback, or prints what it did, one word per line.
+A program is called with the server's URL;
+it fails with a traceback, or prints what it did, one word per line.
 """
 
 from __future__ import annotations

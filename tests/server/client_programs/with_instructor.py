@@ -7,7 +7,10 @@ from tests.server.client_programs.conversation import CITY, HELLO, KEY, MODEL, R
 
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 plain = {"model": MODEL, "messages": [{"role": "user", "content": HELLO}], "response_model": None}
-assert instructor.from_openai(client).chat.completions.create(**plain).choices[0].message.content == "Hello there."
+assert (
+    instructor.from_openai(client).chat.completions.create(**plain).choices[0].message.content
+    == "Hello there."
+)
 did("chat")
 options = {"model": MODEL, "messages": [{"role": "user", "content": CITY}], "max_retries": 0}
 MODES = ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS")

@@ -58,7 +58,9 @@ assert City.model_validate_json(last.content) == ROME
 did("tools+format")
 assert litellm.responses(input=HELLO, **TARGET).output[0].content[0].text == "Hello there."
 events = list(litellm.responses(input=HELLO, stream=True, **TARGET))
-assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello there."
+assert (
+    "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello there."
+)
 did("responses")
 assert len(litellm.embedding(input=["a", "b"], **TARGET).data) == 2
 did("embeddings")

@@ -23,7 +23,8 @@ from tests.server.client_programs.conversation import (
 home = Path(tempfile.mkdtemp())
 os.environ.update(LLM_USER_PATH=str(home), OPENAI_API_KEY=KEY)
 (home / "extra-openai-models.yaml").write_text(
-    f"- {{model_id: mine, model_name: {MODEL}, api_base: '{URL}', supports_schema: true, supports_tools: true}}\n"
+    f"- {{model_id: mine, model_name: {MODEL}, api_base: '{URL}', supports_schema: true, supports_tools: "
+    f"true}}\n"
 )
 
 model = llm.get_model("mine")

@@ -57,7 +57,9 @@ async def main() -> None:
         did(f"{prefix}format")
         both = plain.clone(output_type=City, tools=[function_tool(city_facts)])
         assert (await Runner.run(both, CALL_FACTS)).final_output == ROME
-        settings = ModelSettings(parallel_tool_calls=False, store=False, include_usage=True, metadata={"run": "7"})
+        settings = ModelSettings(
+            parallel_tool_calls=False, store=False, include_usage=True, metadata={"run": "7"}
+        )
         assert (await Runner.run(both.clone(model_settings=settings), CALL_FACTS)).final_output == ROME
         did(f"{prefix}tools+format")
 

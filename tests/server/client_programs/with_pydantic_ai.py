@@ -21,7 +21,10 @@ from tests.server.client_programs.conversation import (
 )
 
 PROVIDER = OpenAIProvider(base_url=URL, api_key=KEY)
-FINAL = 'say:<tool_call>\n{"name": "final_result", "arguments": {"name": "Rome", "people": 2800000}}\n</tool_call>'
+FINAL = (
+    'say:<tool_call>\n{"name": "final_result", "arguments": {"name": "Rome", "people": '
+    "2800000}}\n</tool_call>"
+)
 
 
 def final(city: str) -> str:
