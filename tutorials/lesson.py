@@ -122,8 +122,7 @@ class Lesson:
             raise PredictionFailed(f"This does not hold: {claim}.")
         self.console.print(f"  [green]holds[/green]     {claim}", highlight=False)
 
-    # -- pictures
-    # ------------------------------------------------------------------------------------------------
+    # -- pictures ----------------------------------------------------------------------------------
 
     def cells(
         self,
@@ -223,8 +222,7 @@ class Lesson:
             plot.legend()
             _save(figure, self._folder / f"{name}.png")
 
-    # -- exercises and the end
-    # -----------------------------------------------------------------------------------
+    # -- exercises and the end ---------------------------------------------------------------------
 
     def exercise(self, text: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
         """Marks the function below as the solution of an exercise; it returns what it found out."""

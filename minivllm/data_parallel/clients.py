@@ -100,8 +100,7 @@ class AsyncDataParallelClient:
         self._router.take_in(outputs)
         await self._on_outputs(outputs)
 
-    # -- requests
-    # ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
         """Raises EngineDeadError if no engine is left,
@@ -122,8 +121,7 @@ class AsyncDataParallelClient:
             with contextlib.suppress(EngineDeadError):  # then they have ended
                 self._replicas[index].client.abort(owned)
 
-    # -- calls
-    # ---------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     async def call(self, method: str, *args: Any) -> Any:
         """Ask all engines that are up, and make one answer of theirs.
@@ -179,8 +177,7 @@ class AsyncDataParallelClient:
         """Ask one engine for something that changes nothing. Raises EngineDeadError while it is down."""
         return await self._replicas[index].client.call(method, *args)
 
-    # -- the end
-    # -------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _take_death(self, one: Replica, client: AsyncProcessClient, error: EngineDeadError) -> None:
         """A process has ended. One that was just starting is seen to by ``_restart``."""

@@ -56,8 +56,7 @@ class DevicePolicy:
         all threads compute."""
         return self.type == "cpu"
 
-    # -- compiled code and memory
-    # --------------------------------------------------------------------------------
+    # -- compiled code and memory ------------------------------------------------------------------
 
     @property
     def keeps_packages(self) -> bool:
@@ -70,8 +69,7 @@ class DevicePolicy:
         """Weights can leave the device for host memory, and adapters there are pinned."""
         return not self.on_cpu
 
-    # -- attention
-    # -----------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
 
     def attention_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.dtype:
         """Of queries and attention's output. dtype: of the weights.
@@ -158,8 +156,7 @@ class DevicePolicy:
         block_n = min(64 if dtype.itemsize <= 2 and head_dim <= 128 else 32, block_size)
         return {"BLOCK_N": block_n, **({"num_warps": 8} if has_low and head_dim <= 64 else {})}
 
-    # -- linear layers
-    # -------------------------------------------------------------------------------------------
+    # -- linear layers -----------------------------------------------------------------------------
 
     @property
     def tiles_adapters(self) -> bool:

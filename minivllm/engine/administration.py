@@ -45,8 +45,7 @@ class Administration:
         function = getattr(self, method)
         return function(*check_arguments(function, args))
 
-    # -- a look inside
-    # -------------------------------------------------------------------------------------------
+    # -- a look inside -----------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         memory = list(map(resident_bytes, self._core.executor.pids))
@@ -88,8 +87,7 @@ class Administration:
             raise RequestError(f"{method!r} cannot be called on the workers; known are: {known}.")
         return self._core.executor.collective(method, *args)
 
-    # -- adapters
-    # ------------------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
 
     def add_lora(self, name: str, path: str) -> None:
         """Have a LoRA adapter in memory before it is needed. Raises RequestError if it cannot be served."""
@@ -106,8 +104,7 @@ class Administration:
         requests = [] if self._core.adapters is None else self._core.adapters.requests()
         return [(request.name, request.path) for request in requests]
 
-    # -- the model as a whole
-    # ------------------------------------------------------------------------------------
+    # -- the model as a whole ----------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes, also those that a connector keeps in this process; files stay. Returns

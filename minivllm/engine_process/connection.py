@@ -168,8 +168,7 @@ class EngineConnection:
             elif events:
                 raise self.death()
 
-    # -- messages
-    # ------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
         self.send(frames.Add(request))
@@ -205,8 +204,7 @@ class EngineConnection:
             return None
         return message
 
-    # -- the end
-    # -------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def died(self, message: frames.Died) -> EngineDeadError:
         """Note that the engine said why it dies; the error for all who wait."""

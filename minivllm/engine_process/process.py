@@ -122,8 +122,7 @@ class EngineProcess:
         )
         self._dealer.send(frames.Codec().encode(ready))
 
-    # -- busy loop
-    # -----------------------------------------------------------------------------------------------
+    # -- busy loop ---------------------------------------------------------------------------------
 
     def _run_busy_loop(self, core: EngineCore) -> None:
         """Until the frontend has gone: take in what came, then run a step.
@@ -185,8 +184,7 @@ class EngineProcess:
             return None
         return Administration(core).call(call.method, call.args)
 
-    # -- threads
-    # -------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Input thread: frames become requests, tokens and block hashes and all,

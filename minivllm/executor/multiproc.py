@@ -145,8 +145,7 @@ class WorkerGroup:
             nodes.start(self._ring, len(self.local.ranks))
         self._listener.start()
 
-    # -- what the executor does
-    # ----------------------------------------------------------------------------------
+    # -- what the executor does --------------------------------------------------------------------
 
     def step(self, record: Step) -> Future[ModelRunnerOutput]:
         """Have all workers run a step. Raises EngineDeadError."""
@@ -218,8 +217,7 @@ class WorkerGroup:
         if self.dead_error is not None:
             raise self.dead_error
 
-    # -- listening
-    # -----------------------------------------------------------------------------------------------
+    # -- listening ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Until one worker ends, or samples what others do not: take in what all of them say."""

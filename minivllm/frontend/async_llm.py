@@ -283,8 +283,7 @@ class AsyncLLM(TextFrontend):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    # -- one stream
-    # ----------------------------------------------------------------------------------------------
+    # -- one stream --------------------------------------------------------------------------------
 
     async def _stream(
         self,
@@ -352,8 +351,7 @@ class AsyncLLM(TextFrontend):
             except EngineDeadError:
                 logger.debug("The engine died before %d sequences could be aborted.", len(sequence_ids))
 
-    # -- all streams
-    # ---------------------------------------------------------------------------------------------
+    # -- all streams -------------------------------------------------------------------------------
 
     async def _call(self, method: str, *args: Any) -> Any:
         self.start()

@@ -318,8 +318,7 @@ class KVCacheManager:
         for group in self._attending:
             group.keep_pieces(request, num_tokens // group.block_size, num_tokens, is_planned=is_planned)
 
-    # -- blocks that travel
-    # ----------------------------------------------------------------------------------------
+    # -- blocks that travel ------------------------------------------------------------------------
 
     def watch_full_blocks(self) -> None:
         """Let take_full_blocks know of every block and snapshot from now on."""
@@ -350,8 +349,7 @@ class KVCacheManager:
                     found.append(FullBlock(request.block_hashes[place], tuple(block_ids)))
         return found
 
-    # -- the end, and a look inside
-    # --------------------------------------------------------------------------------
+    # -- the end, and a look inside ----------------------------------------------------------------
 
     def free(self, request: Request) -> None:
         """Give up the blocks of a request that finished or is preempted, whose ``num_computed_tokens`` must

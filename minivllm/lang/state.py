@@ -240,8 +240,7 @@ class State:
         self._num_forks += n
         return [self._branch((*self._path, first + index)) for index in range(n)]
 
-    # -- appending
-    # -----------------------------------------------------------------------------------------------
+    # -- appending ---------------------------------------------------------------------------------
 
     def _written(self, *, opens: bool) -> tuple[list[tuple[str, bool]], Conversation]:
         """What was appended, as texts and whether the template wrote them (special tokens in messages are
@@ -298,8 +297,7 @@ class State:
         if self._chat.messages:
             self._chat = self._chat.said(text)
 
-    # -- requests
-    # ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @contextmanager
     def _request(self) -> Iterator[None]:

@@ -58,8 +58,7 @@ class Encodings:
         self.num_questions = 0
         """Images whose pixels were asked for, since the start."""
 
-    # -- pixels
-    # --------------------------------------------------------------------------------------------------
+    # -- pixels ------------------------------------------------------------------------------------
 
     def want(self, request: Request, num_cached: int) -> None:
         """Ask for the pixels that a request lacks. num_cached: tokens of it that the prefix cache has."""
@@ -136,8 +135,7 @@ class Encodings:
         digest = self._first_missing.get(request.request_id)
         return digest is None or (digest not in self._asked and digest not in self._wanted)
 
-    # -- a step
-    # --------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def cut_chunk(self, request: Request, start: int, count: int) -> int:
         """How many of the ``count`` tokens from ``start`` a step can compute, with what it encodes before;
@@ -255,8 +253,7 @@ class Encodings:
         for digest in list(self._cache):
             self._forget(digest)
 
-    # -- a look inside
-    # -------------------------------------------------------------------------------------------
+    # -- a look inside -----------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:

@@ -331,8 +331,7 @@ class Scheduler:
         if self._encodings is not None:
             self._encodings.check_integrity({request.request_id for request in self.running})
 
-    # -- one step
-    # ------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     @property
     def _num_seats(self) -> int:
@@ -600,8 +599,7 @@ class Scheduler:
             )
         return output
 
-    # -- results and ends
-    # ----------------------------------------------------------------------------------------
+    # -- results and ends --------------------------------------------------------------------------
 
     def _roll_back(self, request: Request, num_scheduled: int, num_sampled: int) -> None:
         """Rejected drafts were computed for nothing:

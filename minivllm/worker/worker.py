@@ -385,8 +385,7 @@ class Worker:
         """Forget a LoRA adapter that no request uses."""
         self.adapters.unload(name)
 
-    # -- calls through Executor.collective
-    # -----------------------------------------------------------------------
+    # -- calls through Executor.collective ---------------------------------------------------------
 
     def adapter_shapes(self) -> dict[str, tuple[int, int]]:
         """[out, in] in the whole model of every linear layer that a LoRA adapter may change, by name."""

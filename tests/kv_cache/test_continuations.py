@@ -129,8 +129,7 @@ def test_too_short_a_beginning_is_computed_again() -> None:
     assert index.best(b"", [*range(8), 99]) == (1, 8)
 
 
-# -- in the KV cache manager
-# ---------------------------------------------------------------------------------------
+# -- in the KV cache manager -----------------------------------------------------------------------
 
 
 def admit(

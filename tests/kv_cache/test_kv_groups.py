@@ -248,8 +248,7 @@ def test_the_integrity_check_finds_a_block_that_was_dropped_too_early() -> None:
         manager.check_integrity([request])
 
 
-# -- how large the pools are
-# ---------------------------------------------------------------------------------------
+# -- how large the pools are -----------------------------------------------------------------------
 
 specs = st.lists(
     st.tuples(st.sampled_from([None, 3, 64, 1000]), st.sampled_from([16, 32, 64]), st.integers(1, 5000)),

@@ -287,8 +287,7 @@ def test_the_log_follows_the_answer_unless_its_reader_has_scrolled_up(
     assert page.value(f"{behind} < 30 && document.getElementById('newest').hidden")
 
 
-# -- Markdown
-# ----------------------------------------------------------------------------------------------------
+# -- Markdown --------------------------------------------------------------------------------------
 
 
 class Canonical(HTMLParser):
@@ -547,8 +546,7 @@ def test_reasoning_is_open_while_it_is_written_and_folded_afterwards(
         assert asked.count("step by step") == 10, "in the first question only: reasoning is not sent back"
 
 
-# -- conversations and the keyboard
-# ------------------------------------------------------------------------------
+# -- conversations and the keyboard ----------------------------------------------------------------
 
 OPTIONS = "[...document.querySelectorAll('#chats option')].map(o => o.text)"
 
@@ -821,8 +819,7 @@ def test_no_text_takes_long_to_read(page: Browser, running: ServedCore, piece: s
     assert took < 10_000
 
 
-# -- errors
-# ------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_a_wrong_key_is_told_and_the_right_one_opens(
@@ -919,8 +916,7 @@ def test_a_server_that_is_gone_is_told_and_found_again(
         page.wait_for("Number(document.getElementById('heat').dataset.columns) > 3")
 
 
-# -- what it looks like
-# ------------------------------------------------------------------------------------------
+# -- what it looks like ----------------------------------------------------------------------------
 
 CONTRASTS = """(() => {
   const channels = (c) => (c.match(/[\\d.]+/g) || []).map(Number);

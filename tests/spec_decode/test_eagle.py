@@ -94,8 +94,7 @@ def draft_of(llm: LLM) -> EagleDraft:
     return draft
 
 
-# -- the papers' equations, for a whole text at once, in float64
-# -------------------------------------------------------
+# -- the papers' equations, for a whole text at once, in float64 -----------------------------------
 
 
 class ReferenceHead:
@@ -259,8 +258,7 @@ def test_random_tokens_are_those_without_a_head(model: Path, heads: dict[str, Pa
             assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
 
 
-# -- a head that knows
-# -----------------------------------------------------------------------------------------------
+# -- a head that knows -----------------------------------------------------------------------------
 
 
 def acceptance(llm: LLM, model: Path) -> float:
@@ -411,8 +409,7 @@ def test_a_compiled_head_is_right_too_and_nothing_is_compiled_after_warm_up(
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
-# -- what cannot work
-# ------------------------------------------------------------------------------------------------
+# -- what cannot work ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

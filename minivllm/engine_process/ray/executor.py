@@ -94,8 +94,7 @@ class Placement:
                 placed = message
         return placed
 
-    # -- as a NodeStarter
-    # ----------------------------------------------------------------------------------------
+    # -- as a NodeStarter --------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._channel.fileno()

@@ -224,8 +224,7 @@ class HeadNode:
             return []
         return [node for node in self._nodes.values() if node.connection == event["value"]]
 
-    # -- serving
-    # -------------------------------------------------------------------------------------------------
+    # -- serving -----------------------------------------------------------------------------------
 
     def start(self, ring: RingWriter, reader: int) -> None:
         """See OtherNodes."""

@@ -151,8 +151,7 @@ class KVConnectorWorker(ConnectorWorker):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loads")
         self._stream: Any = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
 
-    # -- what a subclass says
-    # --------------------------------------------------------------------------------------
+    # -- what a subclass says ----------------------------------------------------------------------
 
     @abstractmethod
     def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
@@ -171,8 +170,7 @@ class KVConnectorWorker(ConnectorWorker):
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
-    # -- what the worker calls
-    # -------------------------------------------------------------------------------------
+    # -- what the worker calls ---------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         groups = self.context.transfer.groups

@@ -163,8 +163,7 @@ class NixlWorker(KVConnectorWorker):
             )
         return self._options.buffer_bytes // size
 
-    # -- a consumer
-    # --------------------------------------------------------------------------------------------------
+    # -- a consumer --------------------------------------------------------------------------------
 
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
         self._load_now = load
@@ -250,8 +249,7 @@ class NixlWorker(KVConnectorWorker):
             with contextlib.suppress(RuntimeError):  # NIXL has noticed its end already
                 self._reader.remove_remote_agent(producer.name)
 
-    # -- a producer
-    # --------------------------------------------------------------------------------------------------
+    # -- a producer --------------------------------------------------------------------------------
 
     def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         data = None if self._blocks is None else self._blocks.take(key)

@@ -82,8 +82,7 @@ class LookupBufferWorker(KVConnectorWorker):
         self._landing: WeakKeyDictionary[CacheBlocks, Tensor] = WeakKeyDictionary()
         self._not_before: dict[int, float] = {}
 
-    # -- a consumer
-    # --------------------------------------------------------------------------------------------------
+    # -- a consumer --------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         for load in metadata.loads:
@@ -144,8 +143,7 @@ class LookupBufferWorker(KVConnectorWorker):
         if pipe is not None:
             pipe.close()
 
-    # -- a producer
-    # --------------------------------------------------------------------------------------------------
+    # -- a producer --------------------------------------------------------------------------------
 
     def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         if self._buffer is None or self._buffer.holds(key):

@@ -239,8 +239,7 @@ class Decoder:
     def _methods(self) -> list[object]:
         return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
 
-    # -- the program
-    # ---------------------------------------------------------------------------------------------
+    # -- the program -------------------------------------------------------------------------------
 
     @property
     def stream_spec(self) -> TensorSpec:

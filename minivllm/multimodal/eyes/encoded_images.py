@@ -89,8 +89,7 @@ class EncodedImages:
             first_token += row.count
         return ImageRows(features, is_image)
 
-    # -- before the first request
-    # --------------------------------------------------------------------------------
+    # -- before the first request ------------------------------------------------------------------
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:

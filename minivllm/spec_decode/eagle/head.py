@@ -93,8 +93,7 @@ class EagleHead(Decoder):
         self._fusion: Runner | None = None
         self._features: Callable[[Hidden, Tensor, TokenInputs], Tensor]
 
-    # -- weights
-    # -------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under the names of ``EagleTensors``. Raises ModelError for maps of no use."""
@@ -206,8 +205,7 @@ class EagleHead(Decoder):
         head = self.head if self.eagle.version == "eagle3" else self._target.head
         return head.tensors, head.method
 
-    # -- computing
-    # -----------------------------------------------------------------------------------------------
+    # -- computing ---------------------------------------------------------------------------------
 
     def build_regions(
         self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]
