@@ -35,7 +35,6 @@ from minivllm.multimodal.items import PixelTensors
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
-from minivllm.scheduler.admission import AdmitWhereAll
 from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.structured_output.manager import StructuredOutputManager
@@ -70,7 +69,6 @@ class EngineCore:
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         self.encodings = None if config.images is None else Encodings(config.images)
-        policies = [policy for policy in (admission, self.encodings) if policy is not None]
         transfer = config.kv_transfer
         self._connector = make_scheduler_side(
             transfer, executor.kv_groups, executor.block_bytes, config.num_workers
@@ -81,7 +79,7 @@ class EngineCore:
             async_scheduling=config.async_scheduling,
             connector=self._connector,
             load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
-            admission=AdmitWhereAll(policies),
+            admission=[policy for policy in (admission, self.encodings) if policy is not None],
             encodings=self.encodings,
         )
         self._connector.wake_with(lambda: executor.transfers.put(KVConnectorOutput()))
@@ -112,7 +110,8 @@ class EngineCore:
         while may_schedule and len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()
-            if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
+            # All requests wait: for a token in flight, a grammar, keys and values, or pixels.
+            if not step.num_scheduled_tokens and step.is_empty:
                 outputs += self._update(step, ModelRunnerOutput())
                 is_loading = self.scheduler.loads.num_transfers > 0 or self._connector.is_asking
                 is_loading = is_loading or (self.encodings is not None and self.encodings.is_missing)

@@ -161,8 +161,7 @@ class BlockPool:
 
     def settle(self) -> None:
         """The planned step is sent; see Continuations.settle."""
-        if self.continuations.is_planning:
-            self._lose(self.continuations.settle())
+        self._lose(self.continuations.settle())
 
     def _lose(self, block_ids: Iterable[int]) -> None:
         """Blocks have lost their piece: free ones that cannot be found any more are reused next."""

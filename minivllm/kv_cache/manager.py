@@ -63,6 +63,7 @@ class KVCacheManager:
         self._num_reserved = [0] * len(groups)
         self._newly_full: list[tuple[Request, int, int]] | None = None
         self._min_awaited_tokens = 0
+        self._is_planning = False
         self._copies_blocks = enable_prefix_caching and min_copied_tokens is not None and not self._states
         if self._copies_blocks and min_copied_tokens is not None:
             self._min_awaited_tokens = AWAITED_COPIES * min_copied_tokens
@@ -176,9 +177,7 @@ class KVCacheManager:
     def is_worth_waiting(self, request: Request, hits: BlocksPerGroup, prefix: Prefix) -> bool:
         """Whether the step that is being planned computes tokens that the request could copy in the next one,
         instead of computing them beside it. prefix: as continue_prefix has found it, after these hits."""
-        if request.skips_prefix_cache or not any(
-            group.pool.continuations.is_planning for group in self._groups
-        ):
+        if request.skips_prefix_cache or not self._is_planning:
             return False
         num_tokens = prefix.num_tokens // self._coordinator.alignment * self._coordinator.alignment
         later = self._coordinator.continue_prefix(request, Prefix(hits, num_tokens), with_planned=True)
@@ -195,8 +194,10 @@ class KVCacheManager:
 
     def settle(self) -> None:
         """The step is planned for good: what it computes may be copied by the next one."""
-        for group in self._groups:
-            group.pool.settle()
+        if self._is_planning:
+            self._is_planning = False
+            for group in self._groups:
+                group.pool.settle()
 
     def allocate_slots(
         self,
@@ -308,6 +309,7 @@ class KVCacheManager:
                     self._newly_full.append((request, start, num_full_blocks))
                 group.cache_blocks(request.request_id, request.block_hashes, num_full_blocks)
                 if self._copies_blocks:
+                    self._is_planning |= is_planned
                     end = num_full_blocks * group.block_size
                     group.keep_pieces(request, start, end, is_planned=is_planned)
 
@@ -315,6 +317,7 @@ class KVCacheManager:
         """Let others find the beginnings of blocks in which the first ``num_tokens`` tokens of a request
         end."""
         extend_block_hashes(request, self.hash_block_size)
+        self._is_planning |= is_planned
         for group in self._attending:
             group.keep_pieces(request, num_tokens // group.block_size, num_tokens, is_planned=is_planned)
 

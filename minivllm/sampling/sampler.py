@@ -70,6 +70,11 @@ class Sampler:
         self._draws_among_likeliest = False
         self._drawn_dtype = torch.float32
 
+    @property
+    def _loaded_masks(self) -> list[TokenMaskStage]:
+        """Those of the current step."""
+        return [mask for mask in self._masks if not mask.is_empty]
+
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
         """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing edits or
         masks any row, which asks the device for nothing; on a CPU to draw the rows that nothing edits, and to
@@ -115,7 +120,7 @@ class Sampler:
                 f"{self._state.vocab_size}: make both with the width of the model's output layer."
             )
         slots = np.asarray(slots, dtype=np.int64)
-        if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._masks):
+        if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._loaded_masks):
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         is_declared = logits.dtype == self._drawn_dtype and logits.is_contiguous()
@@ -128,7 +133,7 @@ class Sampler:
         # Masks compare nothing and compute nothing:
         # where there is no more to do, logits need not become wider.
         dtype = torch.float32 if needs_work.any() else logits.dtype
-        for mask in self._masks:
+        for mask in self._loaded_masks:
             needs_work |= mask.touches(slots)
 
         if needs_work.all():
@@ -153,7 +158,7 @@ class Sampler:
                 [np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)]
             )
 
-        return touched(self._masks), touched(self._state.edits) | (
+        return touched(self._loaded_masks), touched(self._state.edits) | (
             touched(self._state.draw_edits) & is_random
         )
 
@@ -181,7 +186,7 @@ class Sampler:
         draw_free, draw_cut = self._draws
         if (is_masked & ~is_edited).any():
             own_logits = logits.clone()
-            for mask in self._masks:
+            for mask in self._loaded_masks:
                 mask.apply(own_logits, slots, np.asarray(positions))
         else:
             own_logits = logits
@@ -261,7 +266,7 @@ class Sampler:
         They are float32, unless masks are all there is to do.
         """
         is_masked = np.zeros(len(slots), dtype=np.bool_)
-        for mask in self._masks:
+        for mask in self._loaded_masks:
             is_masked |= mask.touches(slots)
             if mask.touches(slots).any():
                 mask.apply(

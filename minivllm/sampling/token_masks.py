@@ -19,6 +19,8 @@ class TokenMaskStage:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
+        self.is_empty = True
+        """No row of the current step has a mask."""
         self._has_mask = np.zeros(num_slots, dtype=np.bool_)
         self._row_of_position_0 = np.zeros(num_slots, dtype=np.int64)
         self._bits = torch.empty(0, -(-vocab_size // 32), dtype=torch.int32)
@@ -27,6 +29,7 @@ class TokenMaskStage:
         """Replace the masks of the last step.
         requests: by id, as they are before the step's tokens are sampled."""
         self._has_mask.fill(False)
+        self.is_empty = masks is None
         if masks is None:
             return
         for request_id, row in masks.first_rows.items():

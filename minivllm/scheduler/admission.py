@@ -12,40 +12,16 @@ class AdmissionPolicy(Protocol):
     """Asked in every step about each waiting request whose turn it is, in their order.
 
     A request that may not run yet is set aside:
-    those behind it are asked next, and it keeps its place in the queue.
+    the ones after it are asked next, and it keeps its place in the queue.
     """
 
     def begin_step(self) -> None:
-        """The waiting requests of a step are asked about from here on."""
+        """Begin to ask about the waiting requests of a step; called only if there are some."""
         ...
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        """True if the request may join those that run; a block or two may still be missing afterwards."""
+        """True if the request may join those that run; blocks may still be missing afterwards."""
         ...
-
-
-class AdmitAll(AdmissionPolicy):
-    """Nothing else is needed."""
-
-    def begin_step(self) -> None:
-        pass
-
-    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        return True
-
-
-class AdmitWhereAll(AdmissionPolicy):
-    """What each of several policies asks for is needed."""
-
-    def __init__(self, policies: Sequence[AdmissionPolicy]) -> None:
-        self._policies = policies
-
-    def begin_step(self) -> None:
-        for policy in self._policies:
-            policy.begin_step()
-
-    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
-        return all(policy.may_run(request, running) for policy in self._policies)
 
 
 def reason_to_refuse(request: Request, max_model_len: int, room: int) -> str | None:

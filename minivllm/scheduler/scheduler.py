@@ -19,7 +19,7 @@ budget: else one step takes everybody, and all stages but one have nothing to do
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from minivllm.config import KVLoadFailurePolicy, SchedulerConfig
 from minivllm.errors import RequestError
@@ -42,7 +42,7 @@ from minivllm.messages import (
 )
 from minivllm.multimodal.encodings import Encodings
 from minivllm.request import Request, RequestStatus
-from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll, reason_to_refuse
+from minivllm.scheduler.admission import AdmissionPolicy, reason_to_refuse
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.stage_share import stage_share
@@ -60,8 +60,8 @@ class Scheduler:
     called again before the results are there, and the results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers
-    read it from device memory. connector, admission: see there; by default nothing is added to cache and
-    memory. load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy``
+    read it from device memory. connector: see there; by default no keys and values travel. admission: asked
+    about each waiting request, in this order. load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy``
     names. encodings: of images, for a model that sees.
     """
 
@@ -73,7 +73,7 @@ class Scheduler:
         async_scheduling: bool = False,
         connector: KVConnectorScheduler | None = None,
         load_failure_policy: KVLoadFailurePolicy = "recompute",
-        admission: AdmissionPolicy | None = None,
+        admission: Sequence[AdmissionPolicy] = (),
         policy: SchedulingPolicy | None = None,
         encodings: Encodings | None = None,
     ) -> None:
@@ -89,7 +89,8 @@ class Scheduler:
         self.loads = RemoteLoads(kv_cache_manager, self._connector)
         if self._connector.is_connected:
             kv_cache_manager.watch_full_blocks()
-        self._admission, self._encodings = admission or AdmitAll(), encodings
+        self._admission = admission
+        self._encodings = encodings
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
         self._refused: list[EngineOutput] = []
@@ -409,15 +410,17 @@ class Scheduler:
         waiting, manager = self.waiting, self.kv_cache_manager
         set_aside: list[Request] = []
         promised: list[int] | None = None
-        self._admission.begin_step()
         seats = self._num_seats
+        if waiting:
+            for policy in self._admission:
+                policy.begin_step()
         while waiting and min(plan.budget, plan.chunk_budget) > 0 and len(self.running) < seats:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
                 set_aside.append(waiting.pop())
                 continue
-            if not self._admission.may_run(request, self.running):
+            if not all(policy.may_run(request, self.running) for policy in self._admission):
                 set_aside.append(waiting.pop())
                 continue
             hits, num_computed = manager.get_computed_blocks(request)
@@ -549,6 +552,9 @@ class Scheduler:
         forget, encode = (
             ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
         )
+        transfers = None
+        if self._connector.is_connected:
+            transfers = self._connector.build_connector_meta(self.kv_cache_manager.take_full_blocks())
         output = SchedulerOutput(
             num_scheduled_tokens=plan.num_scheduled_tokens,
             block_copies=plan.block_copies,
@@ -557,9 +563,7 @@ class Scheduler:
             draft_token_ids=plan.drafts,
             finished_request_ids=list(self._finished_request_ids),
             preempted_request_ids=plan.preempted,
-            kv_connector_metadata=self._connector.build_connector_meta(
-                self.kv_cache_manager.take_full_blocks()
-            ),
+            kv_connector_metadata=transfers,
             forget=forget,
             encode=encode,
         )

@@ -203,7 +203,8 @@ class ModelRunner:
         if self._pooler.slots:
             pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
         self._prompt_logprobs(inputs, hidden, pending.output)
-        self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
+        if token_masks is not None or not self.token_masks.is_empty:
+            self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, hidden, pending)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.

@@ -60,11 +60,6 @@ class Continuations:
         """Blocks that have a piece."""
         return len(self._parents)
 
-    @property
-    def is_planning(self) -> bool:
-        """Whether the step that is being planned adds tokens."""
-        return bool(self._planned)
-
     def is_planned(self, block_id: int) -> bool:
         """Whether the step that is being planned computes tokens of this block: others may read them in the
         same step, but a copy would come too early."""
