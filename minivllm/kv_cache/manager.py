@@ -11,7 +11,7 @@ from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.blocks.hashing import extend_block_hashes, state_name
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator, Prefix
-from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager, StateManager
+from minivllm.kv_cache.group_manager import BlockTable, FullAttentionManager, SingleGroupManager, StateManager
 from minivllm.messages import BlockCopy, BlockIds, PoolStats
 from minivllm.request import Request
 
@@ -268,7 +268,9 @@ class KVCacheManager:
         """See Request. One less than there may be, and 0 where every step has something to do."""
         if self._dropping or self._states:
             return 0
-        tables = [(group.block_size, group.tables[request.request_id]) for group in self._groups]
+        tables: list[tuple[int, BlockTable]] = [
+            (group.block_size, group.tables[request.request_id]) for group in self._groups
+        ]
         if self.enable_prefix_caching:
             num_slots = min(size * min(len(table.blocks), table.num_cached + 1) for size, table in tables) - 1
             is_prompt = self._copies_blocks and num_committed < request.num_prompt_tokens

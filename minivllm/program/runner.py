@@ -76,7 +76,7 @@ class _RegionStep:
         self._run, self._name, self._pick, self._gives = run, run.name, _picker(reads), gives
         self._only = gives[0] if len(gives) == 1 else None
         region = run.region()
-        self._function: Callable = compile_region(region) if run.is_compiled else region.function
+        self._function: Callable[..., Any] = compile_region(region) if run.is_compiled else region.function
         self._bound = self._function
 
     def rebind(self) -> None:

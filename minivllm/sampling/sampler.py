@@ -120,7 +120,8 @@ class Sampler:
                 f"{self._state.vocab_size}: make both with the width of the model's output layer."
             )
         slots = np.asarray(slots, dtype=np.int64)
-        if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._loaded_masks):
+        is_masked = any(mask.touches(slots).any() for mask in self._loaded_masks)
+        if self._state.is_plain[slots].all() and not is_masked:
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         is_declared = logits.dtype == self._drawn_dtype and logits.is_contiguous()

@@ -1,19 +1,20 @@
-"""Decides, step by step, how many more tokens to compute for whom.
+"""The scheduler: decides in each step how many tokens are computed for each request.
 
-There is no prefill and no decode: a request's computed tokens catch up with its known tokens (the prompt and
-the answer so far) and with the drafts behind them, and a new token is sampled whenever they do. (vLLM V1's
-unified scheduler, with the chunked prefill of Sarathi-Serve.)
+It does not distinguish prefill from decode. Each step computes tokens that are known (the prompt and the
+answer so far) but not yet in the KV cache, and drafts that follow them. A new token is sampled for each
+request whose known tokens are then all computed. (vLLM V1's unified scheduler, with the chunked prefill of
+Sarathi-Serve.)
 
-A request is admitted only if the cache has blocks for all its known tokens, although its first chunk needs
-few, and besides for all that is known of the prompts under way. Otherwise a long prompt would start over
-again and again: it fills the cache chunk by chunk, is preempted as the last one that came, and finds room for
-its first chunk at once. So memory runs out only because answers grow. vLLM checks the whole prompt as well
-(``scheduler_reserve_full_isl``, on by default), but not what other prompts under way will take; it matters
-where long_prefill_token_threshold lets several run side by side.
+A request is admitted only if the cache has free blocks for all its known tokens, and for what the prompts in
+progress still need. Otherwise a long prompt could start over again and again: it fills the cache chunk by
+chunk, is preempted as the newest request, and at once finds room for its first chunk. With this rule, memory
+runs out only because answers grow. vLLM checks the whole prompt too (``scheduler_reserve_full_isl``, on by
+default), but not what the other prompts in progress need. That matters if long_prefill_token_threshold lets
+several prompts run side by side.
 
-The stages of a pipeline compute different requests at the same time. So where there are several, a step
-samples for no more of the running requests than their share, and has no more of prompts than a share of the
-budget: else one step takes everybody, and all stages but one have nothing to do.
+The stages of a pipeline compute different requests at the same time. With several stages, each step samples
+for at most its share of the running requests, and spends at most its share of the budget on prompts.
+Otherwise one step would take all requests, and all stages but one would be idle.
 """
 
 from __future__ import annotations
@@ -50,19 +51,22 @@ from minivllm.scheduler.step_plan import InFlightStep, StepPlan, StepTurns
 from minivllm.scheduler.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256
-"""How many decisions are remembered for people to look at."""
+"""Steps that are kept for the page and for ``/live``."""
 
 
 class Scheduler:
     """Owns every request between its arrival and its last output.
 
-    ``schedule`` and ``update_from_output`` take turns; with several steps in flight, ``schedule`` may be
-    called again before the results are there, and the results must come back in the order of the schedules.
+    ``schedule`` and ``update_from_output`` take turns. With several steps in flight, ``schedule`` may be
+    called again before the results are there; results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers
-    read it from device memory. connector: see there; by default no keys and values travel. admission: asked
-    about each waiting request, in this order. load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy``
-    names. encodings: of images, for a model that sees.
+    read that one from device memory.
+    connector: by default no keys and values are transferred.
+    load_failure_policy: see KVTransferConfig.
+    admission: asked about each waiting request, in this order.
+    policy: by default the one that ``config.policy`` names.
+    encodings: the encoder cache, for a model that reads images.
     """
 
     def __init__(
@@ -103,10 +107,10 @@ class Scheduler:
         self._recent_steps: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; one with status BLOCKED waits for unblock_request besides.
+        """Queue a request. One with status BLOCKED also waits for unblock_request.
 
-        A request that can never fit is finished at once: its output with finish_reason ERROR comes with the
-        next update_from_output. Raises RequestError if a request of this id is unfinished.
+        A request that can never fit ends at once: the next update_from_output returns its output, with
+        finish_reason ERROR. Raises RequestError if a request of this id is unfinished.
         """
         if request.request_id in self.requests or self.loads.is_sending(request.request_id):
             raise RequestError(
@@ -117,20 +121,19 @@ class Scheduler:
         if error is not None:
             self._refuse(request, error)
             return
-        # One limit instead of two from here on: no sequence grows beyond max_model_len.
+        # From here on max_tokens is the only limit: no sequence grows beyond max_model_len.
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
     def unblock_request(self, request_id: str) -> None:
-        """What a BLOCKED request waited for is there; unknown ids (aborted meanwhile) are ignored."""
+        """Let a BLOCKED request run. Unknown ids (aborted in the meantime) are ignored."""
         request = self.requests.get(request_id)
         if request is not None and request.status is RequestStatus.BLOCKED:
             request.status = RequestStatus.WAITING
 
     def fail_request(self, request_id: str, error: str) -> None:
-        """Give up on a BLOCKED request:
-        its output with finish_reason ERROR comes with the next update_from_output."""
+        """End a BLOCKED request; the next update_from_output returns its output, with finish_reason ERROR."""
         request = self.requests.get(request_id)
         if request is not None and request.status is RequestStatus.BLOCKED:
             self.waiting.remove(request)
@@ -138,16 +141,15 @@ class Scheduler:
             self._refuse(request, error)
 
     def give_up(self, requests: Iterable[Request], error: str) -> None:
-        """End requests, whatever they are doing: their outputs with finish_reason ERROR come with the next
-        update_from_output."""
+        """End requests in any status; the next update_from_output returns their outputs, with finish_reason
+        ERROR."""
         for request in requests:
             self.abort_requests([request.request_id])
             request.status = RequestStatus.FINISHED_ERROR
             self._refuse(request, error)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests early, whatever they are doing; they give no further output.
-        Unknown ids are ignored."""
+        """End requests in any status; they give no further output. Unknown ids are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is None:
@@ -159,8 +161,9 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what travelled. Requests whose load has ended go to the head of the queue; what did not
-        arrive is computed, or ends the request, as load_failure_policy says."""
+        """Process a connector's report. A request whose load has ended goes to the head of the queue. If keys
+        and values did not arrive, they are computed or the request ends, according to
+        load_failure_policy."""
         for request, is_whole in reversed(self.loads.end(output)):
             if is_whole or self._load_failure_policy == "recompute":
                 self.waiting.prepend(request)
@@ -172,10 +175,10 @@ class Scheduler:
             self._refuse(request, request.error)
 
     def set_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
-        """Guesses of the tokens that follow the last known one, to be verified by the next step.
+        """Set the drafts that the next step verifies: guesses of the tokens after the last known one.
 
-        Dropped for requests that are not running, or that have a token in flight which the guesses do not
-        know; and all of them where layers keep states, which cannot be taken back from a draft that is
+        Dropped for a request that is not running, or that has a token in flight which the drafts do not
+        follow. Dropped for all requests if layers keep states: a state cannot be rolled back when a draft is
         rejected.
         """
         if self.kv_cache_manager.keeps_states:
@@ -193,8 +196,8 @@ class Scheduler:
                 )
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step: running requests first, then waiting ones unless one was preempted,
-        if the policy has nothing else in mind."""
+        """Plan one step: running requests first, then waiting ones unless one was preempted, unless the
+        policy decides otherwise."""
         budget = self.config.max_num_batched_tokens
         plan = StepPlan(budget, chunk_budget=-(-budget // self.config.num_stages))
         turns = StepTurns(
@@ -210,10 +213,10 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineOutput]:
-        """Take in the results of the oldest step in flight; what they mean for each request.
+        """Process the results of the oldest step in flight; returns the new outputs of its requests.
 
-        To be called after every schedule(), also after one that scheduled no tokens: refused requests get
-        their output here. Raises RuntimeError if results are missing or come out of order.
+        Called after every schedule(), also after one that scheduled no tokens, since it also returns the
+        outputs of refused requests. Raises RuntimeError if results are missing or come out of order.
         """
         outputs, self._refused = self._refused, []
         if not scheduler_output.num_scheduled_tokens:
@@ -288,8 +291,8 @@ class Scheduler:
         return bool(self.requests or self._refused)
 
     def has_requests(self) -> bool:
-        """True while there is something to do:
-        unfinished requests, or finished ones the workers do not know of."""
+        """True while the next step has something to do: for unfinished requests, or to tell the workers
+        which ones have finished."""
         return bool(self.requests or self._refused or self._finished_request_ids)
 
     def stats(self) -> SchedulerStats:
@@ -312,12 +315,12 @@ class Scheduler:
         )
 
     def recent_steps(self, after: int) -> list[RecentStep]:
-        """The decisions with numbers above ``after``, as far back as they are remembered."""
+        """The kept steps with numbers above ``after``."""
         return [step for step in self._recent_steps if step.step > after]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, and what a connector has in this process; False, and nothing happens,
-        while a request or a load holds blocks."""
+        """Forget all cached prefixes, and the blocks that a connector keeps in this process. Does nothing and
+        returns False while a request or a load holds blocks."""
         if self.loads.num_transfers or not self.kv_cache_manager.reset_prefix_cache():
             return False
         self._connector.reset_cache()
@@ -353,7 +356,7 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             num_new = len(request.all_token_ids) - num_computed
             if self._async_scheduling and request.token_mask is None:
-                # With a mask, what the last token was decides which one may come next, so it must be known.
+                # A mask for the next token depends on the last one, so that one must be known.
                 num_new += request.num_output_placeholders
             is_decode = num_new == 1
             if request.draft_token_ids:
@@ -370,7 +373,7 @@ class Scheduler:
             num_new = min(num_new, num_left)
             comes_later = is_decode and (share == 0 or request.request_id in busy)
             if num_new <= 0 or comes_later or request.request_id in scheduled:
-                # Its next token is in flight, or its turn is over, or that of others comes first.
+                # Its next token is in flight, or it was served already, or another stage's share comes first.
                 index += 1
                 continue
 
@@ -379,7 +382,7 @@ class Scheduler:
                 new_block_ids: BlockIds | None = no_block_ids
             else:
                 new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
-            if new_block_ids is None and scheduled:  # a step that admits preempts nobody
+            if new_block_ids is None and scheduled:  # a step that admits requests preempts none
                 index += 1
                 continue
             while new_block_ids is None:
@@ -392,7 +395,7 @@ class Scheduler:
                     index -= 1
                 new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
             if new_block_ids is None:
-                continue  # the request itself had to go, and the next one took its place
+                continue  # the request itself was preempted, and the next one has its index
 
             plan.add(request, num_new)
             share -= is_decode
@@ -455,9 +458,9 @@ class Scheduler:
             waiting.prepend(request)
 
     def _join(self, request: Request, prefix: Prefix, promised: list[int], plan: StepPlan) -> bool | None:
-        """Admit a waiting request with what it need not compute; False, and nothing has changed, if there is
-        no room besides the promised blocks; None if its next token is one of an image that cannot be encoded
-        yet."""
+        """Admit a waiting request with its cached prefix. Returns False and changes nothing if there is no
+        room besides the promised blocks. Returns None if its next token belongs to an image that cannot be
+        encoded yet."""
         manager, num_computed = self.kv_cache_manager, prefix.num_tokens
         threshold = self.config.long_prefill_token_threshold
         num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
@@ -486,7 +489,7 @@ class Scheduler:
         return True
 
     def _num_promised_blocks(self, plan: StepPlan) -> list[int]:
-        """Blocks of each KV group that the prompts under way will take beyond this step."""
+        """Blocks of each KV group that the prompts in progress will take after this step."""
         promised = [
             self.kv_cache_manager.num_missing_blocks(request)
             for request in self.running
@@ -497,7 +500,7 @@ class Scheduler:
         return [sum(counts) for counts in zip([0] * len(self.kv_cache_manager.pools), *promised)]
 
     def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
-        """Make a waiting request run, and tell the workers all they need."""
+        """Let a waiting request run, and add what the workers need to know to the plan."""
         request_id = request.request_id
         request.num_computed_tokens = num_computed_tokens
         if request.status is RequestStatus.PREEMPTED:
@@ -521,7 +524,7 @@ class Scheduler:
         self.running.append(request)
 
     def _preempt(self, request: Request, position: int, plan: StepPlan) -> None:
-        """Take a running request's blocks; it starts over later, mostly from the prefix cache."""
+        """Free a running request's blocks. It starts over later, mostly from the prefix cache."""
         del self.running[position]
         plan.take_back(request)
         plan.preempted.append(request.request_id)
@@ -541,13 +544,13 @@ class Scheduler:
             self._encodings.release(request)
 
     def _plan_drafts(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
-        """Send the drafts that fit behind the known tokens; the rest is dropped."""
+        """Send the drafts that fit into this step after the known tokens; drop the rest."""
         num_drafts = request.num_computed_tokens + num_new_tokens - request.num_tokens
         if num_drafts > 0:
             plan.drafts[request.request_id] = request.draft_token_ids[:num_drafts]
 
     def _send(self, plan: StepPlan) -> SchedulerOutput:
-        """The plan is final: computed counts move forward as if the step had already run."""
+        """Make the plan final: computed counts advance as if the step had already run."""
         self.kv_cache_manager.settle()
         forget, encode = (
             ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
@@ -606,8 +609,8 @@ class Scheduler:
     # -- results and ends --------------------------------------------------------------------------
 
     def _roll_back(self, request: Request, num_scheduled: int, num_sampled: int) -> None:
-        """Rejected drafts were computed for nothing:
-        of 1 + k scheduled tokens, ``num_sampled`` led to a token."""
+        """Take back the computed count of rejected drafts: of 1 + k scheduled tokens, ``num_sampled`` led to
+        a token."""
         num_rejected = num_scheduled - num_sampled
         if num_rejected > 0:
             request.num_computed_tokens -= num_rejected
@@ -616,7 +619,7 @@ class Scheduler:
     def _new_prompt_logprobs(
         self, step: InFlightStep, request_id: str, results: ModelRunnerOutput
     ) -> list[PositionLogprobs] | None:
-        """Prompt logprobs that were not delivered yet: a preempted request computes the first ones again."""
+        """Prompt logprobs that were not returned yet: a preempted request computes the first ones again."""
         entries = results.prompt_logprobs.get(request_id)
         if not entries:
             return None
@@ -626,7 +629,7 @@ class Scheduler:
         return entries[max(0, num_delivered - start) :] or None
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Free what a request holds. The caller takes it out of ``running`` or ``waiting``."""
+        """Free a request's blocks and state. The caller removes it from ``running`` or ``waiting``."""
         request.status = status
         request.record_event(EventType.FINISHED)
         self.loads.finish(request)
@@ -641,7 +644,7 @@ class Scheduler:
     def _finish_pooled(
         self, request: Request, vector: list[float], prompt_logprobs: list[PositionLogprobs] | None
     ) -> EngineOutput:
-        """A request that wanted one vector has it."""
+        """End a pooling request, whose vector is computed."""
         if request.status is RequestStatus.PREEMPTED:
             self.waiting.remove(request)
         self._finish(request, RequestStatus.FINISHED_STOPPED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from minivllm.specs.decoder import StoredQuantization
+from minivllm.weights.quantization_config import StoredQuantization
 
 
 class ModelFacts(Protocol):

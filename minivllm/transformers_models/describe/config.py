@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm.checkpoints.hf_config import GENERATION_NAME, read_dtype, read_json_object, read_token_ids
 from minivllm.errors import ModelError
 from minivllm.families.entries import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, MAX_WIDTH
-from minivllm.specs.decoder import StoredQuantization
 from minivllm.transformers_models.describe.checks import check_config, check_entries, rope_sets
-from minivllm.weights.quantization_config import read_quantization
+from minivllm.weights.quantization_config import StoredQuantization, read_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
