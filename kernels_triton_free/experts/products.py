@@ -72,18 +72,18 @@ def loop(
     gate_up: Product,
     activate: Activate,
     down: Product,
-    nobody: int | None = None,
+    absent: int | None = None,
     few: FewRows | None = None,
 ) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other:
     each one's weights are read once.
 
-    ids, weights [tokens, top_k]. nobody: the id, larger than all others, of choices that are computed
+    ids, weights [tokens, top_k]. absent: the id, larger than all others, of choices that are computed
     elsewhere and add nothing here. On a device other than a CPU the host waits for the ids.
     """
     if x.shape[0] == 1:  # as many rows as choices: one activation and one sum for all
-        if nobody is not None:
-            ids, weights = (values[:, ids[0] != nobody] for values in (ids, weights))
+        if absent is not None:
+            ids, weights = (values[:, ids[0] != absent] for values in (ids, weights))
         if not ids.numel():
             return torch.zeros_like(x)
         if few is not None:
@@ -93,13 +93,13 @@ def loop(
             inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
             rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
         return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
-    plan = None if few is None else _plan_few(ids, few.most, nobody)
+    plan = None if few is None else _plan_few(ids, few.most, absent)
     if few is not None and plan is not None:
         return _only_few(x, weights, few, plan)
     choices = ids.flatten()
     order, count = choices.argsort(stable=True), choices.bincount()
-    if nobody is not None:
-        count = count[:nobody]
+    if absent is not None:
+        count = count[:absent]
     counts = count.tolist()
     own = sum(counts)
     rows = x.index_select(0, order[:own] // ids.shape[1])
@@ -131,7 +131,7 @@ class _Plan(NamedTuple):
     places: list[list[int]]
 
 
-def _plan_few(ids: Tensor, most: int, nobody: int | None) -> _Plan | None:
+def _plan_few(ids: Tensor, most: int, absent: int | None) -> _Plan | None:
     """None if there are too many choices, or an expert has too many rows."""
     if ids.numel() > MOST_PLANNED:
         return None
@@ -140,7 +140,7 @@ def _plan_few(ids: Tensor, most: int, nobody: int | None) -> _Plan | None:
     for token, chosen in enumerate(choices):
         for expert in chosen:
             rows.setdefault(expert, []).append(token)
-    rows.pop(-1 if nobody is None else nobody, None)
+    rows.pop(-1 if absent is None else absent, None)
     if not rows or max(map(len, rows.values())) > MOST_TURNS * most:
         return None
     experts: list[int] = []

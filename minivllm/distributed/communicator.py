@@ -25,7 +25,7 @@ class Communicator(ABC):
     rank: int
     size: int
     num_exchanges = 0
-    """That this rank has come to: whoever has come to the fewest is who the others wait for."""
+    """Exchanges that this rank has reached. The others wait for the rank with the fewest."""
 
     @abstractmethod
     def exchange(self, x: Tensor) -> list[Tensor]:

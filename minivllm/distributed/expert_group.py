@@ -29,7 +29,8 @@ class ExpertGroup:
         self._counts: Sequence[int] = ()
 
     def begin_step(self, num_tokens: int) -> bool:
-        """All engines begin a step, this one with so many tokens; False if nobody has any."""
+        """All engines begin a step, this one with ``num_tokens`` tokens;
+        returns False if none of them has any."""
         with span("exchange"):
             counts = self.everyone.exchange(torch.tensor([num_tokens]))
         self._counts = [int(count) for count in counts[:: self._num_workers]]

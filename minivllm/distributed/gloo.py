@@ -13,9 +13,8 @@ from minivllm.distributed.communicator import Communicator
 
 
 class GlooCommunicator(Communicator):
-    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write;
-    None where torchrun has started the ranks, whose processes may have a process group of their own
-    already."""
+    """rendezvous: path of an empty or missing file that all ranks, and no other processes, can write; None if
+    torchrun has started the ranks, whose processes may already have a process group."""
 
     def __init__(self, rank: int, size: int, rendezvous: str | None = None) -> None:
         self.rank, self.size = rank, size
@@ -65,13 +64,13 @@ class GlooCommunicator(Communicator):
 
 
 class _Membership:
-    """In the default process group, or in one beside it. is_ours: nobody else uses the default group."""
+    """In the default process group, or in a separate one. is_ours: the default group was made here."""
 
     def __init__(self, is_ours: bool, group: dist.ProcessGroup | None) -> None:
         self._is_ours, self.group = is_ours, group
 
     def leave(self) -> None:
-        """Its threads have ended then, since nobody knows the group any more."""
+        """Drop the last reference to the group, so that its threads end."""
         group, self.group = self.group, None
         if dist.is_initialized():
             dist.destroy_process_group(None if self._is_ours else group)

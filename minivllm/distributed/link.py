@@ -1,8 +1,7 @@
 """Records from one worker of a host to another, through memory that they share.
 
-The memory is a ring of places. The sender fills one place after the other, the receiver empties them; two
-eventfds count the full and the empty ones, and whoever finds none sleeps. A longer record takes several
-places.
+The memory is a ring of places, which the sender fills and the receiver empties in order. Two eventfds count
+the full and the empty places; a process that finds none sleeps. A longer record takes several places.
 """
 
 from __future__ import annotations

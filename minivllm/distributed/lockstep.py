@@ -1,10 +1,9 @@
-"""Engines that share experts take every step together: whoever begins one says so, and the others follow.
+"""Lockstep: engines that share experts take every step together.
 
-Every engine counts the steps that it has begun, in memory that all of them see. One whose count is behind
-another's begins a step as well, with its own requests or without any. So an engine that has begun a step
-waits for nobody who does not come, and where nobody has requests, nobody begins one: all sleep, and there is
-no end of a wave to agree on. (vLLM's DPCoordinator counts waves instead, and tells engines when they begin
-and end.)
+Every engine counts the steps that it has begun, in shared memory. An engine whose count is lower than
+another's also begins a step, with its requests or without any. So all engines join a step that one has begun.
+If no engine has requests, none begins a step and all sleep; there is no end of a wave to agree on. (vLLM's
+DPCoordinator counts waves instead, and tells engines when they begin and end.)
 """
 
 from __future__ import annotations

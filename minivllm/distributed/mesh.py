@@ -1,8 +1,8 @@
-"""Tensors and records between workers of several hosts, over sockets that are encrypted and ask for a key.
+"""Tensors and records between workers of several hosts, over encrypted sockets that require a key.
 
-gloo and TCPStore, which torch has for this, let anybody connect and send in plain text. Here every worker
-listens in one place, all others send to it, and whoever waits for one of them keeps what came from the others
-for later.
+gloo and TCPStore, torch's own means for this, accept every connection and send plain text. Here every worker
+listens at one address and all others send to it. A worker that waits for one peer keeps messages of the
+others for later.
 """
 
 from __future__ import annotations

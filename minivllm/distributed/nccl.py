@@ -21,7 +21,7 @@ tensors to every rank, and this brings less than two. The size is a guess that n
 
 
 class NcclCommunicator(Communicator):
-    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write.
+    """rendezvous: path of an empty or missing file that all ranks, and no other processes, can write.
     device: of this rank. backend: "gloo" does the same on a CPU, for tests."""
 
     def __init__(
@@ -30,7 +30,7 @@ class NcclCommunicator(Communicator):
         self.rank, self.size = rank, size
         self._device = torch.device(device)
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")  # the workers of one host: nobody else can reach them
+            os.environ.setdefault(name, "lo")  # the workers of one host; no other host can connect
         store = dist.FileStore(rendezvous, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         self.largest([0.0])  # NCCL connects at the first call, which must not be in a graph

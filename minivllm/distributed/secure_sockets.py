@@ -1,7 +1,8 @@
-"""Sockets between hosts, encrypted, and open only to those who know the same secret.
+"""Encrypted sockets between hosts, open only to peers that know the same secret.
 
 The mechanism is CurveZMQ (RFC 26 of ZeroMQ). Both key pairs are made from the secret, so a server knows the
-one key that it lets in, and a client the one server that it talks to. Whoever knows the secret can be either.
+one key that it accepts, and a client the one server that it talks to. A process that knows the secret can be
+either.
 """
 
 from __future__ import annotations

@@ -259,11 +259,10 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def has_work(self) -> bool:
-        """True while step() has something to do:
-        also for steps in flight whose results nobody wants any more.
+        """True while step() has something to do, also if only steps in flight of aborted requests are left.
 
-        Not while everybody waits for keys and values:
-        ``executor.transfers`` wakes whoever waits when they are there.
+        False while all requests wait for keys and values: ``executor.transfers`` wakes the engine when they
+        arrive.
         """
         return (
             (self.scheduler.has_requests() and not self._is_stalled)

@@ -295,7 +295,7 @@ def check_stages(
 
 
 def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seqs: int) -> int:
-    """Tokens per step. Half of a small budget is left for prompts when everybody else decodes."""
+    """Tokens per step. Half of a small budget is left for prompts when all other requests decode."""
     if args.max_num_batched_tokens is not None:
         return args.max_num_batched_tokens
     if args.performance_mode == "interactivity":

@@ -107,7 +107,7 @@ class EngineProcess:
 
         self._core, facts = load_core(self._start.args, self._start.seat)
         self._core.executor.when_dead(self._inputs.put)
-        # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
+        # A message that aborts no request wakes the loop, which checks in every step what other threads did.
         self._core.ask_for_pixels(lambda digests: self._outputs.put(WantPixels(digests)))
         self._core.listen(lambda: self._inputs.put(frames.Abort([])))
         # What exists now lives as long as the process.

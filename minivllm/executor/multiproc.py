@@ -1,8 +1,8 @@
 """Workers in processes of their own, which all read one broadcast ring:
 the engine core writes each step once.
 
-What lives is held by ``WorkerGroup``. A thread of its own listens to the workers, and learns of their ends:
-the first death ends the group, and whoever waits for it, now or later, gets the reason.
+``WorkerGroup`` owns the processes. A thread listens to the workers and notices when one ends: the first
+death ends the group, and every call that waits for it, now or later, raises the reason.
 """
 
 from __future__ import annotations

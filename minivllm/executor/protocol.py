@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Regions that were compiled after warm-up."""
 
     def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
-        """Have ``tell`` called, from any thread, if a worker dies: also while nobody waits for one."""
+        """Call ``tell``, from any thread, when a worker dies, also while no call waits for a result."""
 
     def shutdown(self) -> None:
         """Release the workers and their memory."""

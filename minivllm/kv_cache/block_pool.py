@@ -1,6 +1,6 @@
 """Physical KV cache blocks: who uses them, which one is reused next, and which contents can be found again.
 
-A block that nobody uses keeps its contents until it is reused, so the free queue is also the eviction order
+A block without users keeps its contents until it is reused, so the free queue is also the eviction order
 of the prefix cache. (PagedAttention's block manager with vLLM V1's queue of free blocks.)
 """
 
@@ -49,7 +49,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody uses, whether or not their contents can still be found."""
+        """Blocks without users, whether or not their contents can still be found."""
         return self.free_queue.num_blocks
 
     @property
@@ -101,7 +101,7 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """One user less for each block. Of those that become free, the first is reused first among its kind.
 
-        Blocks whose contents nobody can find go to the front of the queue, the others to the back.
+        Blocks whose contents cannot be found any more go to the front of the queue, the others to the back.
         """
         lost, now = [], self.clock()
         for block in ordered_blocks:
@@ -171,7 +171,7 @@ class BlockPool:
                 self.reuse_next(block)
 
     def reuse_next(self, block: KVCacheBlock) -> None:
-        """Forget the contents of a block that nobody uses, and put it to the front of the free queue."""
+        """Forget the contents of a block without users, and put it at the front of the free queue."""
         self.forget(block)
         self.free_queue.remove(block)
         self.free_queue.prepend(block)

@@ -314,13 +314,12 @@ class StateManager(SingleGroupManager):
     """A request has one state, which every step overwrites: blocks are slots for whole states.
 
     A state can be reused only where it was kept: a *snapshot* is a slot that is found under the hash of the
-    last block in front of it. Nothing is ever copied. A step reads one slot and writes one, mostly the same;
-    to keep a snapshot, the request goes on in another slot. A request without a past reads the null slot,
-    which holds zeros, and one that hits a snapshot reads that; both write a slot of their own. Snapshots that
-    nobody reads lie in the free queue, and what was kept longest ago is reused first.
+    last block before it. Nothing is copied. A step reads one slot and writes one, mostly the same; to keep a
+    snapshot, the request continues in another slot. A new request reads the null slot, which holds zeros. A
+    request that hits a snapshot reads that one. Both write another slot. Snapshots without readers lie in the
+    free queue, and the oldest one is reused first.
 
-    snapshots: hash and slot of those that are worth keeping elsewhere too;
-    None unless somebody asks for them.
+    snapshots: hash and slot of those that a connector may save; None without a connector.
     """
 
     drops_blocks = True
@@ -357,7 +356,7 @@ class StateManager(SingleGroupManager):
         """Let others find the state after so many tokens,
         where a block ends and they are all computed and hashed.
 
-        is_passing: the next snapshot of this request replaces it, unless somebody reads it.
+        is_passing: the next snapshot of this request replaces it, unless a request reads it.
         """
         table, last = (
             self.tables[request_id],

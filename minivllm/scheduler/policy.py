@@ -40,7 +40,7 @@ class Turns(Protocol):
         """
 
     def admit_waiting(self) -> None:
-        """Waiting requests join while there is room. After a preemption in this step nobody does."""
+        """Admit waiting requests while there is room; none after a preemption in this step."""
 
 
 class SchedulingPolicy:

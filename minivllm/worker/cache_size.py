@@ -86,8 +86,9 @@ def size_groups(
 
 
 def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSpec], str]:
-    """What ``size_groups`` would give a model on this machine, without its weights. On a CUDA device that is
-    more than an engine takes, since nobody knows yet what weights and activations leave.
+    """The pools that ``size_groups`` would give a model on this machine, without its weights.
+    On a CUDA device
+    these are larger than an engine's, since the memory of weights and activations is not known yet.
 
     Raises ModelError for a model that cannot be served.
     """

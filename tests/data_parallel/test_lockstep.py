@@ -87,10 +87,12 @@ def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
         for _ in range(3 * total + 3):
             if not any([turn(rank) for rank in range(size)]):
                 break
-        assert sleeping == set(range(size))  # with nothing in flight, so nobody waits for who does not come
+        assert sleeping == set(
+            range(size)
+        )  # with nothing in flight: no engine waits for one that does not join
         assert len({engine.begun for engine in engines}) == 1
         assert sum(engine.begun - engine.dummies for engine in engines) == total
-        assert engines[0].begun <= total  # nobody begins a step for which nobody has requests
+        assert engines[0].begun <= total  # no engine begins a step without requests
 
 
 def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> None:

@@ -85,7 +85,7 @@ class _Node:
 
 
 class NodeStarter(Protocol):
-    """What starts the other nodes, where nobody does so by hand."""
+    """Starts the other nodes, unless people start them by hand."""
 
     def start(self, port: int) -> None:
         """Start them: the first node listens at this port."""
@@ -298,8 +298,8 @@ class HeadNode:
             self._end(rank, LOST_STATUS, ErrorInfo.of(error))
 
     def _end(self, rank: int, status: int, error: ErrorInfo | None = None) -> None:
-        """A worker has ended; whoever listens to it hears of that.
-        error: why, if it did not say so itself."""
+        """Note that a worker has ended, and notify its listener.
+        error: the reason, if the worker did not give one."""
         channel, process = self._far[rank], self.processes[rank - self._config.local_ranks.stop]
         if process.poll() is not None:
             return

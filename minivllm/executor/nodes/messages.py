@@ -88,7 +88,7 @@ a server wants short steps, a chat does not wait for the compiler."""
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """Versions of the packages that must be equal on all nodes."""
     return {"minivllm": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 

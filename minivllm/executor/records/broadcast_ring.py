@@ -1,10 +1,10 @@
 """A bounded queue in shared memory: one process writes records, and each of several others reads all of them.
 
-The bytes of the records follow one another in a ring. The writer has one cursor, every reader has its own,
-and a writer without room waits for the slowest reader. Nobody polls: who waits sleeps on an eventfd. Cursors
-are read only after the eventfd of their owner, whose system calls order them behind the bytes they stand for
-on every processor. (vLLM V1's shared-memory broadcast queue, as a stream of bytes: a record may be larger
-than the ring.)
+The bytes of the records follow one another in a ring. The writer has one cursor and every reader has one.
+A writer without room waits for the slowest reader. A process that waits sleeps on an eventfd; none polls in a
+loop. A cursor is read only after the eventfd of its owner: these system calls order it after the bytes that
+it stands for, on every processor.
+(vLLM V1's shared-memory broadcast queue, as a stream of bytes: a record may be larger than the ring.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTES = _PLACE // 8 - 8
 
 
 class PeerGone(Exception):
-    """Whoever holds the other end of ``descriptor`` has closed it, mostly by ending."""
+    """The process at the other end of ``descriptor`` has closed it, mostly by ending."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(f"The peer behind descriptor {descriptor} has gone.")
@@ -184,11 +184,11 @@ def _event() -> int:
 
 
 def _wait(poll: select.poll, event: int) -> None:
-    """Sleep until somebody writes the event, and reset it. Raises PeerGone."""
+    """Sleep until the event is written, and reset it. Raises PeerGone."""
     while True:
         for descriptor, _ in poll.poll():
             if descriptor != event:
                 raise PeerGone(descriptor)
-        with contextlib.suppress(BlockingIOError):  # somebody else's wake-up
+        with contextlib.suppress(BlockingIOError):  # another thread has taken the wake-up
             os.eventfd_read(event)
             return
