@@ -25,7 +25,7 @@ class DraftContext:
 
     settings: speculative_config. target: the model whose tokens are guessed. batch: the requests that it
     serves. sampling_state: how their tokens are drawn. compiler: makes the regions in use at first.
-    draft_decoder: the loaded model or head, for the methods that have one.
+    draft_model: the loaded model or head, for the methods that have one.
     """
 
     settings: SpeculativeConfig
@@ -36,7 +36,7 @@ class DraftContext:
     compiler: RegionCompiler
     policy: DevicePolicy
     make_attention: AttentionFactory
-    draft_decoder: Model | None = None
+    draft_model: Model | None = None
 
     def paged(self, model: Model, *, token_offset: int = 0) -> PagedModel:
         """A model over the blocks of the first KV group, with caches of its own;

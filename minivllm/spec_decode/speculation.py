@@ -40,7 +40,7 @@ def early_exit(context: DraftContext) -> Drafter:
 
 def draft_model(context: DraftContext) -> Drafter:
     """Another model with the target's vocabulary."""
-    model = context.draft_decoder
+    model = context.draft_model
     if model is None:
         raise ValueError(f"{context.settings.method} needs a loaded model.")
     return DraftDecoder(context, model)

@@ -1,4 +1,4 @@
-"""Runs steps on one device: follow the scheduler's differences, build inputs, run the decoder, sample."""
+"""Runs steps on one device: follow the scheduler's differences, build inputs, run the model, sample."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Model,
+        model: Model,
         compiler: RegionCompiler,
         limits: RunnerLimits,
         policy: DevicePolicy,
@@ -80,30 +80,32 @@ class ModelRunner:
         images: EncodedImages | None = None,
     ) -> None:
         self._images = images
-        self.decoder, self.limits = decoder, limits
+        self.model, self.limits = model, limits
         self._policy, self._make_attention = policy, make_attention
-        device = decoder.device
+        device = model.device
         try:
             self.batch = PersistentBatch(limits.max_num_seqs, limits.max_model_len, limits.groups, device)
         except MemoryError:  # its tables are small, unless the cache is beyond all bounds
             raise too_large(
                 max(group.num_blocks for group in limits.groups), total_bytes(limits.groups)
             ) from None
-        self.sampling_state = SamplingState(limits.max_num_seqs, decoder.vocab_size, device)
-        self.token_masks = TokenMaskStage(limits.max_num_seqs, decoder.vocab_size, device)
+        self.sampling_state = SamplingState(limits.max_num_seqs, model.vocab_size, device)
+        self.token_masks = TokenMaskStage(limits.max_num_seqs, model.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
         self._read_back = ReadBack(device)
         self._newest: PendingStep | None = None
         self._stage = stage or Stage()
         self._is_last_stage = self._stage.is_last
         self._feedback = TokenFeedback(self.batch, self._stage)
-        self._pooler = Pooler(decoder)
+        self._pooler = Pooler(model)
         self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
         batch_adapters = None
         if adapters is not None:
             batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
             self._slot_states.append(batch_adapters)
-        self.model = PagedModel(decoder, self.batch, limits, policy, make_attention, adapters=batch_adapters)
+        self.paged_model = PagedModel(
+            model, self.batch, limits, policy, make_attention, adapters=batch_adapters
+        )
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
         self.use_regions(compiler)
@@ -113,31 +115,31 @@ class ModelRunner:
         with the attention that goes with them."""
         self.compiler = compiler
         forget_uncompiled_copies()
-        self.model.use_regions(compiler)
+        self.paged_model.use_regions(compiler)
         for model in self.guessing_models:
             model.use_regions(compiler)
-        self.sampler.use_regions(compiler, self.decoder.dtype)
+        self.sampler.use_regions(compiler, self.model.dtype)
 
     @property
     def guessing_models(self) -> Sequence[GuessingModel]:
         """What the drafter runs beside the model."""
         return () if self.speculation is None else self.speculation.models
 
-    def speculate(self, settings: SpeculativeConfig, draft_decoder: Model | None) -> Speculation:
-        """Let a drafter guess ahead from now on. draft_decoder: see DraftContext. Raises ConfigError."""
+    def speculate(self, settings: SpeculativeConfig, draft_model: Model | None) -> Speculation:
+        """Let a drafter guess ahead from now on. draft_model: see DraftContext. Raises ConfigError."""
         context = DraftContext(
             settings,
-            self.model,
+            self.paged_model,
             self.batch,
             self.sampling_state,
             self.limits,
             self.compiler,
             self._policy,
             self._make_attention,
-            draft_decoder,
+            draft_model,
         )
         self.speculation = make_speculation(context)
-        self.decoder.tap = next((model.tap for model in self.guessing_models if model.tap is not None), None)
+        self.model.tap = next((model.tap for model in self.guessing_models if model.tap is not None), None)
         return self.speculation
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -145,7 +147,7 @@ class ModelRunner:
         for group in sorted({copy.group for copy in copies}):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
             sources, targets = np.array(pairs, dtype=np.int64).T
-            self.model.copy_blocks(group, sources, targets)
+            self.paged_model.copy_blocks(group, sources, targets)
             for model in self.guessing_models if group == 0 else ():
                 model.copy_blocks(sources, targets)
 
@@ -188,11 +190,11 @@ class ModelRunner:
         if self.graphs is not None and not has_images:  # the graphs are those of steps that read text
             graph = self.graphs.choose([row.count for row in rows])
         with span("prepare"):
-            inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
+            inputs = self.paged_model.build(rows, 0 if graph is None else graph.num_tokens)
             if has_images and self._images is not None:
                 inputs = replace(inputs, tokens=inputs.tokens._replace(images=self._images.rows(inputs)))
         if graph is None or self.graphs is None:
-            hidden = StepHidden(self.model.forward(inputs))
+            hidden = StepHidden(self.paged_model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
         if not self._is_last_stage:
@@ -225,12 +227,12 @@ class ModelRunner:
         Everything must be compiled, and the cache's null block free to write."""
         graphs = StepGraphs(
             mode,
-            self.model,
+            self.paged_model,
             backend,
             max_num_seqs=self.limits.max_step_rows,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
         )
-        graphs.capture(lambda num_tokens: self.model.build([], num_tokens))
+        graphs.capture(lambda num_tokens: self.paged_model.build([], num_tokens))
         self.graphs = graphs
 
     @spanned("sample")
@@ -295,7 +297,7 @@ class ModelRunner:
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
                     targets = torch.tensor(
-                        prompt[row.start + begin + 1 : row.start + end + 1], device=self.decoder.device
+                        prompt[row.start + begin + 1 : row.start + end + 1], device=self.model.device
                     )
                     entries += prompt_logprobs(self._logits(inputs, hidden, tokens), targets, k)
                 output.prompt_logprobs[row.request.data.request_id] = entries
@@ -306,8 +308,8 @@ class ModelRunner:
         if hidden.logits is not None:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
-            return hidden.logits[to_device(tokens, self.decoder.device)]
+            return hidden.logits[to_device(tokens, self.model.device)]
         count = len(tokens)
-        padded = np.resize(tokens, self.model.rows.of_pick(count, inputs.token_ids.shape[0]))
-        rows = to_device(padded, self.decoder.device)
-        return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]
+        padded = np.resize(tokens, self.paged_model.rows.of_pick(count, inputs.token_ids.shape[0]))
+        rows = to_device(padded, self.model.device)
+        return self.model.logits(hidden.hidden, rows, inputs.tokens)[:count]

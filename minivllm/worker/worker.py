@@ -81,8 +81,8 @@ class Worker:
         self._compiler = self._make_compiler()
         self._unfinished_warm_up: list[int] = []
         self._is_uncompiled = False
-        self._decoder: Model
-        self._draft_decoder: Model | None = None
+        self._model: Model
+        self._draft_model: Model | None = None
         self._adapters: AdapterManager | None = None
         self._images: EncodedImages | None = None
         self.runner: ModelRunner
@@ -116,27 +116,27 @@ class Worker:
         or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        self._decoder, log_choices = load_model(self.config, self.facts, self._others)
-        self._draft_decoder = load_draft_model(self.config, self._decoder, self._stage)
+        self._model, log_choices = load_model(self.config, self.facts, self._others)
+        self._draft_model = load_draft_model(self.config, self._model, self._stage)
         if self.config.images is not None:
             eye = load_eye(self.config, self.config.images, self.device)
             self._images = EncodedImages(eye, self.config.images)
         if self.config.lora is not None:
-            self._adapters = AdapterManager(self._decoder, self.config.lora, self.facts)
+            self._adapters = AdapterManager(self._model, self.config.lora, self.facts)
         gc.collect()
         return_freed_memory()
         log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 
     @property
-    def _decoders(self) -> list[Model]:
-        """The model, and the drafter's."""
-        return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
+    def _text_models(self) -> list[Model]:
+        """The model that is served, and the drafter's."""
+        return [self._model] if self._draft_model is None else [self._model, self._draft_model]
 
     @property
     def _all_weights(self) -> list[Model | Eye]:
-        """What holds them."""
-        return [*self._decoders, *([] if self._images is None else [self._images.eye])]
+        """All modules that hold weights."""
+        return [*self._text_models, *([] if self._images is None else [self._images.eye])]
 
     def size_cache(self) -> list[GroupSpec]:
         """The KV groups with their pools; see ``size_groups``."""
@@ -148,7 +148,7 @@ class Worker:
                 free = max(0, free - self.config.images.encoder_cache_bytes)
             # The workers of a host share its memory, and each node has as many of them; a GPU has its own.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
-            own, all_layers = len(self._decoder.cache_specs), self.facts.num_layers
+            own, all_layers = len(self._model.cache_specs), self.facts.num_layers
             own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
             return free if self.policy.has_own_memory else free * own // (sharing * all_layers)
 
@@ -157,7 +157,7 @@ class Worker:
         return groups
 
     def _new_groups(self) -> list[GroupSpec]:
-        return groups_of(self.config, self._decoder, self._draft_decoder)
+        return groups_of(self.config, self._model, self._draft_model)
 
     @torch.inference_mode()
     def _profile_step(self) -> None:
@@ -202,7 +202,7 @@ class Worker:
             ),
         )
         if speculative is not None and self._stage.is_last:
-            self._agree_on_costs(self.runner.speculate(speculative, self._draft_decoder))
+            self._agree_on_costs(self.runner.speculate(speculative, self._draft_model))
         if self.config.kv_transfer is not None:
             self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
         if warms_up_later:
@@ -225,13 +225,13 @@ class Worker:
         transfer = make_context(config, groups, block_bytes, self.config.num_workers, rank)
         context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
         connector: ConnectorWorker = load_connector(config).worker_side(context)
-        connector.register_kv_caches(self.runner.model.caches)
+        connector.register_kv_caches(self.runner.paged_model.caches)
         return connector
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         stage = self._others.stage
         return ModelRunner(
-            self._decoder,
+            self._model,
             compiler,
             limits,
             self.policy,
@@ -252,7 +252,7 @@ class Worker:
         logger.info("Loading the compiled model …")
         compiler.build()
         run_on_null_block(self.runner, counts)
-        for batch in self.runner.model.decode_batches:
+        for batch in self.runner.paged_model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
         if self._images is not None:
             with self._images.everywhere():
@@ -345,8 +345,8 @@ class Worker:
     ) -> PendingStep | UnknownTokens:
         """Start one step; see ModelRunner.launch."""
         if self._others.group is not None and not step.num_scheduled_tokens:
-            assert isinstance(self._decoder, Decoder), "only these have experts to share"
-            self._decoder.join_step()
+            assert isinstance(self._model, Decoder), "only these have experts to share"
+            self._model.join_step()
         metadata = step.kv_connector_metadata
         connector = None if metadata is None else self._connector
         if connector is not None and metadata is not None:
@@ -435,26 +435,26 @@ class Worker:
         """Bring weights and an empty KV cache back.
         Raises ModelError, and goes on sleeping, if the weights cannot be read again."""
         if self._sleep_level == 2:
-            decoder, draft_decoder, adapters = self._decoder, self._draft_decoder, self._adapters
+            model, draft_model, adapters = self._model, self._draft_model, self._adapters
             images = self._images
             try:
                 self.load_model()
-                decoder.take_weights(self._decoder)
+                model.take_weights(self._model)
                 if images is not None and self._images is not None:
                     images.eye.take_weights(self._images.eye)
-                if draft_decoder is not None and self._draft_decoder is not None:
-                    draft_decoder.take_weights(self._draft_decoder)
+                if draft_model is not None and self._draft_model is not None:
+                    draft_model.take_weights(self._draft_model)
             finally:
-                self._decoder, self._draft_decoder, self._adapters = decoder, draft_decoder, adapters
+                self._model, self._draft_model, self._adapters = model, draft_model, adapters
                 self._images = images
         elif self.policy.has_own_memory:
             for weights in self._all_weights:
                 weights.map_weights(lambda tensor: tensor.to(self.device))
-        self.runner.model.allocate_caches()
-        for model in self.runner.guessing_models:
-            model.allocate_caches()
+        self.runner.paged_model.allocate_caches()
+        for guessing in self.runner.guessing_models:
+            guessing.allocate_caches()
         if self._connector is not None:
-            self._connector.register_kv_caches(self.runner.model.caches)
+            self._connector.register_kv_caches(self.runner.paged_model.caches)
         self._sleep_level = 0
         self.capture_graphs()
 
@@ -467,7 +467,7 @@ class Worker:
         if directory is None:
             self.config = self._previous_config
             return
-        check_weights(self.config, self.facts, self._decoder, directory)
+        check_weights(self.config, self.facts, self._model, directory)
         self._previous_config = self.config
         self.config = replace(self.config, model_path=directory, load_format="safetensors")
 
@@ -478,7 +478,7 @@ class Worker:
 
     @property
     def _caches(self) -> list[list[Any]]:
-        return [self.runner.model.caches, *(model.caches for model in self.runner.guessing_models)]
+        return [self.runner.paged_model.caches, *(model.caches for model in self.runner.guessing_models)]
 
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = []

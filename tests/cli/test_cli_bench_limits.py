@@ -45,7 +45,7 @@ def test_every_step_reads_all_weights_but_the_embedding(tiny_model: Callable[...
 
     path = tiny_model("llama")
     core, _ = load_core(eager(path))
-    decoder = core.executor.worker.runner.decoder  # type: ignore[attr-defined]
+    decoder = core.executor.worker.runner.model  # type: ignore[attr-defined]
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = sum(
         parameter.numel() * 4 for name, parameter in theirs.named_parameters() if "embed_tokens" not in name

@@ -130,7 +130,7 @@ def test_what_stands_in_chunks_that_were_left_is_never_read(folder: Path) -> Non
             nonlocal num_spoiled
             free = torch.tensor([block.block_id for block in manager.pools[1].free_queue])
             for layer in runner.limits.groups[1].layers:
-                for tensor in runner.model.caches[layer][:2]:
+                for tensor in runner.paged_model.caches[layer][:2]:
                     num_spoiled += int((tensor[free] != 1e6).flatten(1).any(1).sum())
                     tensor[free] = 1e6
             return launch(*args)

@@ -263,7 +263,7 @@ def test_inputs_are_rounded_where_the_checkpoint_rounds_them(tiny_model: TinyMod
     path, reference, _ = compressed_copy(tiny_model("qwen2"), tmp_path, groups, ["lm_head"], all_but_the_head)
     (prompt,) = random_prompts((62,))
     with tiny_llm(path) as llm:
-        layer = llm.llm_engine.client.core.executor.worker._decoder.layers[0]  # type: ignore[attr-defined]
+        layer = llm.llm_engine.client.core.executor.worker._model.layers[0]  # type: ignore[attr-defined]
         assert all(linear.method == RoundedInputs(Int8Linear(torch.float32)) for linear in layer.linears)
         completion, logits = engine_logits(llm, prompt, max_tokens=3)
     tokens = prompt + completion[:-1]

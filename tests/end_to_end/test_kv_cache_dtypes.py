@@ -73,7 +73,7 @@ def test_logits_are_those_over_keys_and_values_rounded_the_same_way(
 ) -> None:
     directory, prompt = tiny_model(family), random_prompts((70,))[0]
     with as_on_a_gpu(dtype), tiny_llm(directory, max_num_batched_tokens=24) as llm:
-        assert {cache.k.dtype for cache in runner_of(llm).model.caches} == {dtype}
+        assert {cache.k.dtype for cache in runner_of(llm).paged_model.caches} == {dtype}
         completion, logits = engine_logits(llm, prompt, max_tokens=8)
     token_ids = prompt + completion[:-1]
     ours = distance(logits, logits_over_rounded(directory, token_ids, dtype))
@@ -95,7 +95,7 @@ def test_a_cpu_attends_over_bfloat16_pages_compiled(tiny_model: TinyModel) -> No
 def assert_close_over_bfloat16_pages(directory: Path, **settings: Any) -> None:
     prompt = random_prompts((70,))[0]
     with tiny_llm(directory, kv_cache_dtype="bfloat16", **settings) as llm:
-        assert {cache.v.dtype for cache in runner_of(llm).model.caches} == {torch.bfloat16}
+        assert {cache.v.dtype for cache in runner_of(llm).paged_model.caches} == {torch.bfloat16}
         completion, logits = engine_logits(llm, prompt, max_tokens=8)
     # Queries and outputs of attention are in bfloat16 as well: 2 ** -9 each time.
     assert distance(logits, logits_over_rounded(directory, prompt + completion[:-1], torch.bfloat16)) < 2**-7

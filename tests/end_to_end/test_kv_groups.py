@@ -133,7 +133,7 @@ def test_a_short_window_has_smaller_blocks_and_hits_end_where_both_kinds_do(
     with tiny_llm(directory, block_size=64, **BLOCKS[setting]) as llm:
         full, window = runner_of(llm).limits.groups
         assert (full.block_size, window.block_size) == (64, 16)
-        caches = runner_of(llm).model.caches
+        caches = runner_of(llm).paged_model.caches
         assert [cache.blocks for cache in caches] == [(full.num_blocks, 64), *[(window.num_blocks, 16)] * 3]
         for _ in range(2):
             assert greedy(llm, prompts) == expected
@@ -157,10 +157,10 @@ def test_what_stands_in_blocks_that_were_freed_is_never_read(tiny_model: TinyMod
             for group, pool in zip(runner.limits.groups, manager.pools):
                 free = [block.block_id for block in pool.free_queue]
                 num_spoiled += len(
-                    [block for block in free if runner.model.caches[group.layers[0]].k[block].any()]
+                    [block for block in free if runner.paged_model.caches[group.layers[0]].k[block].any()]
                 )
                 for layer in group.layers:
-                    for tensor in runner.model.caches[layer][:2]:
+                    for tensor in runner.paged_model.caches[layer][:2]:
                         tensor[torch.tensor(free)] = torch.nan
                         assert not tensor[NULL_BLOCK_ID].isnan().any()
             return launch(*args)

@@ -237,7 +237,7 @@ def test_layers_of_the_same_methods_share_a_region_and_others_do_not(
 
 
 def decoder_of(llm: LLM) -> Any:
-    return llm.llm_engine.client.core.executor.worker._decoder  # type: ignore[attr-defined]
+    return llm.llm_engine.client.core.executor.worker._model  # type: ignore[attr-defined]
 
 
 def test_a_quantised_tied_head_is_the_embedding_too(tiny_model: TinyModel) -> None:

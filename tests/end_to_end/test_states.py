@@ -33,7 +33,7 @@ def test_a_second_turn_computes_only_what_is_new_and_no_slot_is_read_before_it_i
     directory = tiny_model("lfm2")
     prompts = random_prompts((5, 21, 16, 30))
     with tiny_llm(directory, async_scheduling=is_async, max_num_seqs=3, max_num_batched_tokens=13) as llm:
-        for cache in runner_of(llm).model.caches:
+        for cache in runner_of(llm).paged_model.caches:
             if not isinstance(cache, LayerCache):
                 for tensor in cache:
                     tensor[1:-1] = torch.nan
@@ -46,7 +46,7 @@ def test_a_second_turn_computes_only_what_is_new_and_no_slot_is_read_before_it_i
         cached = [(len(turn) - 4) // BLOCK_SIZE * BLOCK_SIZE for turn in turns]
         assert llm.get_metrics().num_computed_tokens - before == sum(map(len, turns)) - sum(cached)
         assert_pool_unused(llm)
-        for cache in runner_of(llm).model.caches:
+        for cache in runner_of(llm).paged_model.caches:
             if not isinstance(cache, LayerCache):
                 assert all(not bool(tensor[0].any()) for tensor in cache), "the null slot holds zeros"
 

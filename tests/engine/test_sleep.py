@@ -85,7 +85,7 @@ def test_nothing_that_sleep_frees_is_held_by_anything_else(model: Path) -> None:
         texts(llm)
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         weights = [weakref.ref(tensor) for tensor in worker._weights()]
-        caches = [weakref.ref(tensor) for cache in worker.runner.model.caches for tensor in cache[:2]]
+        caches = [weakref.ref(tensor) for cache in worker.runner.paged_model.caches for tensor in cache[:2]]
         llm.sleep(1)
         assert not any(tensor() is not None for tensor in caches)
         llm.wake_up()
@@ -150,8 +150,8 @@ def test_weights_that_break_while_they_are_read_change_nothing(model: Path, tmp_
         expected = texts(llm)
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         methods = iter(["other methods"])
-        taken = worker._decoder._methods
-        worker._decoder._methods = lambda: next(methods, None) or taken()
+        taken = worker._model._methods
+        worker._model._methods = lambda: next(methods, None) or taken()
         with pytest.raises(ModelError, match="quantised otherwise"):
             llm.update_weights(str(model))
         assert texts(llm) == expected

@@ -110,7 +110,7 @@ def test_the_last_stage_guesses_and_all_take_back_what_is_rejected(
         drafted, accepted = counts(llm)
         assert drafted >= accepted > 0
         assert (accepted == drafted) == (method == "draft_model")
-        own = [worker._draft_decoder is not None for worker in workers_of(llm)]
+        own = [worker._draft_model is not None for worker in workers_of(llm)]
         assert own == [worker._stage.is_last and method == "draft_model" for worker in workers_of(llm)]
 
 

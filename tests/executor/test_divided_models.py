@@ -294,7 +294,7 @@ def test_adapters_are_divided_as_the_layers_that_they_change(
         ]
 
     with LLM(**one) as llm:
-        decoder = llm.llm_engine.client.core.executor.worker._decoder  # type: ignore[attr-defined]
+        decoder = llm.llm_engine.client.core.executor.worker._model  # type: ignore[attr-defined]
         shapes = {
             f"{block}.{part}": linear.whole_shape(part)
             for block, linear in decoder.linears

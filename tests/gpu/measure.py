@@ -279,7 +279,7 @@ def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: fl
     """A decode step against reading weights and KV at the speed of a copy. copied: GB/s."""
     from minivllm.simulation import bounds
 
-    decoder = engine.client.core.executor.worker.runner.decoder
+    decoder = engine.client.core.executor.worker.runner.model
     step = statistics.median(decode_steps(engine, batch, context, steps))
     read = bounds.weight_bytes(decoder, batch) + batch * context * bounds.kv_bytes_per_token(decoder)
     figures = {
@@ -339,7 +339,7 @@ def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
             [prefill_seconds(engine, prompt, repetition) for repetition in range(4)][1:]
         )
         core = engine.client.core
-        flops = bounds.prefill_flops(core.executor.worker.runner.decoder.config, prompt)
+        flops = bounds.prefill_flops(core.executor.worker.runner.model.config, prompt)
         peak = matmul_peak(device, torch.bfloat16, 64 if tiny else 8192)
         results["prefill"] = {
             "tokens": prompt,

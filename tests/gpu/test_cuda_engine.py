@@ -217,7 +217,8 @@ def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(
     with make_llm(config_directory, **arguments) as llm:
         got = [tokens[0] for tokens in greedy(llm, prompts)]
         assert {
-            cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.model.caches
+            cache.k.element_size()
+            for cache in llm.llm_engine.client.core.executor.worker.runner.paged_model.caches
         } == {2 if kv_cache_dtype == "bfloat16" else 1}
     assert sum(a == b for a, b in zip(got, expected)) >= 14
 

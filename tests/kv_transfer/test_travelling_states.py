@@ -147,7 +147,7 @@ def test_such_lives_meet_loads_failures_and_preempted_requests() -> None:
 @torch.inference_mode()
 def poison(llm: LLM) -> None:
     """Slots of states hold no numbers, but for the null slot, which holds zeros, and the one for padding."""
-    for cache in runner_of(llm).model.caches:
+    for cache in runner_of(llm).paged_model.caches:
         for tensor in () if isinstance(cache, LayerCache) else cache:
             tensor[1:-1] = float("nan")
 
@@ -287,7 +287,7 @@ def test_a_file_of_a_state_has_its_tensors_and_a_damaged_one_is_written_anew(
     model, prompt = tiny_model("granite-hybrid"), PROMPTS[2]
     with tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
         [first] = run(llm, [prompt], GREEDY)
-        kept = [tensor.shape[1:] for cache in runner_of(llm).model.caches for tensor in cache]
+        kept = [tensor.shape[1:] for cache in runner_of(llm).paged_model.caches for tensor in cache]
     [path] = tmp_path.rglob(f"{state_name(block_keys(prompt)[4]).hex()}.safetensors")
     with safetensors.safe_open(path, "pt") as file:
         shapes = [torch.Size(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118

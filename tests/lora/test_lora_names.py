@@ -101,7 +101,7 @@ def test_two_names_of_one_layer_and_modules_that_are_no_linear_layers_are_refuse
                 f"{prefix}.{module}.lora_B.weight": torch.ones(outputs, 2),
             }
 
-        gate = runner_of(llm).model.model.linear_shapes["model.layers.0.mlp.gate_proj"]
+        gate = runner_of(llm).paged_model.model.linear_shapes["model.layers.0.mlp.gate_proj"]
         twice = {**matrices("feed_forward.w1", gate), **matrices("mlp.gate_proj", gate)}
         with pytest.raises(RequestError, match=r"changes model\.layers\.0\.mlp\.gate_proj twice"):
             run_mixed(

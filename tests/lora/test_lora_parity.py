@@ -167,7 +167,7 @@ def test_adapters_work_over_quantised_weights(tiny_model: TinyModel, tmp_path: P
     with lora_llm(model, quantization="int8") as llm:
         outputs = run_mixed(llm, prompts, adapters, logprobs=0)
         restored = {}
-        for block, linear in runner_of(llm).decoder.linears:
+        for block, linear in runner_of(llm).model.linears:
             weight = linear.method.apply(torch.eye(linear.in_features), linear.tensors).T
             for part, own in zip(linear.sizes, weight.split(list(linear.sizes.values()))):
                 restored[f"{block}.{part}.weight"] = own

@@ -177,7 +177,7 @@ def spoil_free_blocks(llm: LLM) -> None:
     def spoil_and_launch(*args: Any) -> Any:
         free = torch.zeros(pool.num_blocks, dtype=torch.bool)
         free[[block.block_id for block in pool.free_queue]] = True
-        for cache in runner.model.caches:
+        for cache in runner.paged_model.caches:
             cache.k[~free & cache.k.isnan().all(-1).flatten(1).all(-1)] = 0
             cache.k[free] = torch.nan
             assert cache.v.numel() == 0 and not cache.k[NULL_BLOCK_ID].isnan().any()
@@ -226,7 +226,7 @@ def test_projections_are_quantised_and_what_is_absorbed_is_not(
     directory = tiny_model("deepseek-v3", q_lora_rank=32, v_head_dim=16, first_k_dense_replace=3)
     [prompt] = random_prompts((33,))
     with tiny_llm(directory, quantization=quantization, dtype="bfloat16") as llm:
-        decoder = runner_of(llm).model.model
+        decoder = runner_of(llm).paged_model.model
         assert isinstance(decoder, Decoder)
         layer = decoder.layers[1]
         kind = Int8Linear if quantization == "int8" else Int4Linear

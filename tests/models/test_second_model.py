@@ -182,7 +182,7 @@ def test_all_that_specs_say_with_the_choices_of_a_gpu_and_its_graphs(
     model.load_weights(random_weights(shapes).items())
     runner = ModelRunner(model, RegionCompiler(enabled=False), LIMITS, CUDA_POLICY, FlexAttention)
     run_on_null_block(runner, [9, 4, 1])
-    assert all(bool(cache.k[0, 0].any()) and not cache.v[0, 1:].any() for cache in runner.model.caches)
+    assert all(bool(cache.k[0, 0].any()) and not cache.v[0, 1:].any() for cache in runner.paged_model.caches)
     if mode != "none":
         runner.capture_graphs(mode, RecordedGraphs())
     check_generates(runner, model)
@@ -209,11 +209,11 @@ def test_sinks_must_be_given_where_the_spec_has_them_and_only_there() -> None:
     runner = ModelRunner(
         model, RegionCompiler(enabled=False), LIMITS, DevicePolicy.of(CPU), find_attention("sdpa")
     )
-    inputs = runner.model.build([], 2)
+    inputs = runner.paged_model.build([], 2)
     q = torch.zeros(2, 2, 3, 8)
     for layer, sinks in ((0, None), (1, torch.zeros(6))):
         with pytest.raises(TypeError, match=f"Layer {layer} must give its sinks if, and only if"):
-            runner.model.attend(inputs)(layer, q, sinks)
+            runner.paged_model.attend(inputs)(layer, q, sinks)
 
 
 def check_generates(runner: ModelRunner, model: AttentionOnly) -> None:

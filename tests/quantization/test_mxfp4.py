@@ -143,7 +143,7 @@ def test_experts_take_less_memory_than_their_values_in_bfloat16(
     sizes = []
     for directory in (path, reference):
         with tiny_llm(directory, dtype="bfloat16") as llm:
-            [_, experts, *_] = runner_of(llm).model.model.layers[0].mlp.stored  # type: ignore[attr-defined]
+            [_, experts, *_] = runner_of(llm).paged_model.model.layers[0].mlp.stored  # type: ignore[attr-defined]
             sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in experts.tensors))
     assert sizes[0] < 0.65 * sizes[1]
 

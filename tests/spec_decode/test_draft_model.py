@@ -148,8 +148,10 @@ def test_both_caches_count(model: Path, other_model: Path) -> None:
         model, num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte, **drafting(other_model)
     ) as llm:
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
-        page = sum(block_bytes(decoder, 8) for decoder in worker._decoders)
-        assert len(worker._decoders) == 2 and runner_of(llm).limits.groups[0].num_blocks == megabyte // page
+        page = sum(block_bytes(decoder, 8) for decoder in worker._text_models)
+        assert (
+            len(worker._text_models) == 2 and runner_of(llm).limits.groups[0].num_blocks == megabyte // page
+        )
         assert worker.memory_bytes()["kv_cache"] == megabyte // page * page
 
 

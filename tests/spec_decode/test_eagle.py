@@ -370,7 +370,7 @@ def test_graphs_hand_out_features_too(
 
 def test_nothing_is_tapped_without_a_head(model: Path) -> None:
     with tiny_llm(model, speculative_config={"method": "ngram"}) as llm:
-        assert runner_of(llm).decoder.tap is None
+        assert runner_of(llm).model.tap is None
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -380,7 +380,7 @@ def test_cache_and_features_count(model: Path, heads: dict[str, Path], version: 
     with tiny_llm(model, **settings, **drafting(version, heads[version])) as llm:
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         page = 8 * 4 * (2 * 3 * 32 + 2 * 32 + HIDDEN)
-        assert page == sum(block_bytes(decoder, 8) for decoder in worker._decoders)
+        assert page == sum(block_bytes(decoder, 8) for decoder in worker._text_models)
         assert runner_of(llm).limits.groups[0].num_blocks == megabyte // page
         assert worker.memory_bytes()["kv_cache"] == megabyte // page * page
 

@@ -46,9 +46,9 @@ STORED = [
 def use_regions(llm: LLM) -> None:
     """Run on the regions of the traced model from now on, each of them checked and none compiled."""
     runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
-    model, device = runner.decoder, runner.decoder.device
+    model, device = runner.model, runner.model.device
     caches = [spec.declare(Size("blocks", 8), 8, device) for spec in model.cache_specs]
-    model.build_regions(checked, runner.model._builder.token_specs, caches)
+    model.build_regions(checked, runner.paged_model._builder.token_specs, caches)
     assert model._traced is not None
 
 
@@ -98,7 +98,7 @@ def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> Non
 def test_experts_are_rounded_as_all_products_are(quantization: str, tmp_path: Path) -> None:
     directory = save_model(tmp_path, "qwen3_moe", EXPERTS)
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, quantization=quantization)
-    model = llm.llm_engine.client.core.executor.worker.runner.decoder  # type: ignore[attr-defined]
+    model = llm.llm_engine.client.core.executor.worker.runner.model  # type: ignore[attr-defined]
     assert {str(part.experts.method.down) for part in model._experts.values()} != {"PlainLinear()"}
     rounded = [list(output.outputs[0].token_ids) for output in run(llm, prompts(), GREEDY)]
     use_regions(llm)

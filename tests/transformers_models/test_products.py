@@ -37,7 +37,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 def test_weights_of_eight_bits_are_those_that_rounding_gives(tmp_path: Path) -> None:
     directory = save_model(tmp_path, "granite", WIDE)
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, quantization="int8")
-    weights = llm.llm_engine.client.core.executor.worker.runner.decoder._linears  # type: ignore[attr-defined]
+    weights = llm.llm_engine.client.core.executor.worker.runner.model._linears  # type: ignore[attr-defined]
     model = reference(directory)
     with torch.no_grad():
         for name in weights:  # q, k and v are rounded row by row, as they would be alone

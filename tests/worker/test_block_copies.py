@@ -89,12 +89,12 @@ def test_every_layer_of_a_group_has_the_copy_and_layers_of_other_groups_have_not
     with tiny_llm(model) as llm:
         llm.generate([{"prompt_token_ids": random_prompts((60,))[0]}], use_tqdm=False)
         runner = worker_of(llm).runner
-        before = [[tensor.clone() for tensor in cache[:2]] for cache in runner.model.caches]
+        before = [[tensor.clone() for tensor in cache[:2]] for cache in runner.paged_model.caches]
         with torch.inference_mode():
             runner.copy_blocks(
                 [BlockCopy(group=1, source=1, target=7), BlockCopy(group=1, source=2, target=9)]
             )
-        for layer, (cache, old) in enumerate(zip(runner.model.caches, before)):
+        for layer, (cache, old) in enumerate(zip(runner.paged_model.caches, before)):
             is_copied = layer in runner.limits.groups[1].layers
             for tensor, its_old in zip(cache[:2], old):
                 expected = its_old.clone()

@@ -246,7 +246,7 @@ def test_steps_of_a_few_rows_are_padded_and_give_what_uncompiled_code_gives(
         settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 8, "max_model_len": 64}
         with LLM(str(model), enforce_eager=is_exact, compile_in_background=False, **settings) as llm:
             runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
-            assert runner.model.rows.few == (0 if is_exact else MAX_ROWS)
+            assert runner.paged_model.rows.few == (0 if is_exact else MAX_ROWS)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [output.outputs[0].logprobs or [] for output in outputs]
 
@@ -576,7 +576,7 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
     with LLM(model, compile_in_background=True, **settings) as llm:
         engine = llm.llm_engine
         worker = engine.client.core.executor.worker
-        kinds = [type(worker.runner.model.backends[0])]
+        kinds = [type(worker.runner.paged_model.backends[0])]
         requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
         tokens: dict[str, list[int]] = {}
         steps = 0
@@ -587,9 +587,9 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
                     time.sleep(0.1)
             for output in engine.step():
                 tokens[output.request_id] = output.outputs[0].token_ids
-            kinds.append(type(worker.runner.model.backends[0]))
+            kinds.append(type(worker.runner.paged_model.backends[0]))
         assert [tokens[request] for request in requests] == expected
         assert kinds[0] is SdpaAttention and kinds[-1] is FlexAttention
         assert worker.num_recompilations == 0
-        of_a_few_rows = 3 if worker.runner.model.rows.few else 0
+        of_a_few_rows = 3 if worker.runner.paged_model.rows.few else 0
     assert len(list((tmp_path / "regions").glob("*.pt2"))) == 13 + of_a_few_rows

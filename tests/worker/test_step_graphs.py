@@ -210,7 +210,7 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
         assert all(
             choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full"
         )
-        num_layers = len(runner.model.layers)
+        num_layers = len(runner.paged_model.layers)
         for captured, num_graphs in ((runner.graphs._full, 1), (runner.graphs._piecewise, num_layers)):
             assert all(one.capture.num_graphs == num_graphs for one in captured.values())
         if mode != "full_decode":
@@ -228,9 +228,9 @@ def test_a_step_of_fewer_tokens_than_requests_bounds_what_is_warmed_up_and_captu
     with with_graphs("full_and_piecewise", **limits) as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
         most = runner.limits.max_num_batched_tokens  # a few more than the engine schedules, for the warm-up
-        assert max(runner.model.decode_batches) == max(runner.graphs.full_buckets) == most < 20
+        assert max(runner.paged_model.decode_batches) == max(runner.graphs.full_buckets) == most < 20
         with torch.inference_mode():
-            for batch in runner.model.decode_batches:
+            for batch in runner.paged_model.decode_batches:
                 run_on_null_block(runner, [1] * batch)
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
         assert {choice.kind for choice in runner.graphs.num_replays} == {"full", "piecewise"}
@@ -238,7 +238,7 @@ def test_a_step_of_fewer_tokens_than_requests_bounds_what_is_warmed_up_and_captu
 
 def test_lists_of_blocks_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
     with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
-        tiles = llm.llm_engine.client.core.executor.worker.runner.model.backends[0]._single
+        tiles = llm.llm_engine.client.core.executor.worker.runner.paged_model.backends[0]._single
         tiles._buffer = StagingBuffer({name: array.shape for name, array in tiles._buffer.host.items()}, CPU)
         with pytest.raises(RuntimeError, match="moved since it was captured"):
             llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))
@@ -247,7 +247,7 @@ def test_lists_of_blocks_that_moved_are_refused(with_graphs: Callable[..., LLM])
 def test_inputs_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
     with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
-        builder = runner.model._builder
+        builder = runner.paged_model._builder
         builder._token_ids = builder._token_ids.clone()
         with pytest.raises(RuntimeError, match="moved since it was captured"):
             llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))

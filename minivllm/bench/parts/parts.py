@@ -191,11 +191,11 @@ def roofline(
         times = time_steps(started, steps, HOST_PARTS | {"attention": "attention"})
         length = (before + mean_context(started)) / 2
         kernel_times = time_kernels(started, steps) if kernels else None
-        decoder = runner.decoder
-        weights = bounds.weight_bytes(decoder, batch)
-        kv = int(batch * bounds.kv_tokens_read(decoder.config, length) * bounds.kv_bytes_per_token(decoder))
-        flops = bounds.prefill_flops(decoder.config, prefill)
-        decode_flops = batch * bounds.prefill_flops(decoder.config, 1)
+        model = runner.model
+        weights = bounds.weight_bytes(model, batch)
+        kv = int(batch * bounds.kv_tokens_read(model.config, length) * bounds.kv_bytes_per_token(model))
+        flops = bounds.prefill_flops(model.config, prefill)
+        decode_flops = batch * bounds.prefill_flops(model.config, 1)
     decode_case = f"decode, batch {batch}, context {length:.0f}"
     prefill_case = f"prefill {prefill}"
     host = {name: times.parts[name] for name in HOST_PARTS}

@@ -82,11 +82,11 @@ class EngineInsight:
             return None
         from minivllm.simulation import bounds
 
-        decoder = runner.decoder
+        model = runner.model
         if self._weight_bytes is None:
-            self._weight_bytes = bounds.weight_bytes(decoder)
+            self._weight_bytes = bounds.weight_bytes(model)
         context = generation.num_prompt_tokens + len(generation.token_ids) / 2
-        kv_bytes = bounds.kv_tokens_read(decoder.config, context) * bounds.kv_bytes_per_token(decoder)
+        kv_bytes = bounds.kv_tokens_read(model.config, context) * bounds.kv_bytes_per_token(model)
         bandwidth = _bandwidth(self._core.config.device)
         return num_steps * (self._weight_bytes + kv_bytes) / bandwidth / seconds
 

@@ -35,7 +35,7 @@ from minivllm.specs.caches import LayerCache
 
 def eagle(context: DraftContext) -> EagleDraft:
     """The drafter of a loaded EAGLE or EAGLE-3 head."""
-    head = context.draft_decoder
+    head = context.draft_model
     if not isinstance(head, EagleHead):
         raise ValueError(f"{context.settings.method} needs a loaded head.")
     return EagleDraft(context, head)
