@@ -73,6 +73,43 @@ def test_an_answer_counts_its_images(server: Served, directories: dict[str, Path
     assert counted["tokens"].count(2) == 4 * (17 + 9)
 
 
+def test_a_response_sees_what_a_chat_completion_sees(server: Served) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    urls = [url_of(picture(0, 60, 60)), url_of(picture(1, 30, 60))]
+    asked: Any = [message(*urls, detail="low")]
+    (model,) = client.models.list().data
+    completion = client.chat.completions.create(
+        model=model.id, messages=asked, temperature=0.0, max_tokens=16
+    )
+    parts = [{"type": "input_image", "image_url": url, "detail": "low"} for url in urls]
+    content: Any = [*parts, {"type": "input_text", "text": "What is it?"}]
+    response = client.responses.create(
+        model=model.id, input=[{"role": "user", "content": content}], temperature=0.0, max_output_tokens=16
+    )
+    assert response.output_text == completion.choices[0].message.content
+    assert completion.usage is not None and response.usage is not None
+    assert response.usage.input_tokens == completion.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("part", "where", "reason"),
+    [
+        ({"file_id": "file-1"}, ".file_id", "stores none"),
+        ({}, ".image_url", "is missing"),
+        ({"image_url": "data:,", "detail": "original"}, ".detail", "'auto', 'low' or 'high'"),
+        ({"image_url": "https://example.org/a.png"}, None, "remote images are off"),
+    ],
+)
+def test_what_a_response_refuses(
+    server: Served, part: dict[str, Any], where: str | None, reason: str
+) -> None:
+    content = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", **part}]
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": [{"role": "user", "content": content}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and reason in error["message"], error
+    assert where is None or error["param"] == f"input.0.content.1{where}"
+
+
 def test_detail_is_the_number_of_tiles(server: Served) -> None:
     def count(**more: Any) -> int:
         body = {"messages": [message(url_of(picture(0, 60, 60)), **more)]}

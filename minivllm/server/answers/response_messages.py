@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from minivllm.server.answers.chat_messages import text_of
-from minivllm.server.bodies.errors import ApiError, unsupported
+from minivllm.server.bodies.errors import ApiError, invalid, unsupported
 from minivllm.server.bodies.fields import SamplingFields
 from minivllm.server.bodies.other_clients import is_strict
 from minivllm.server.protocol import responses as protocol
@@ -124,7 +124,7 @@ class ChatForm:
         """Append a message; calls of one turn go together,
         into the assistant message before them if there is one."""
         if isinstance(item, protocol.MessageItem):
-            self._add(path, {"role": item.role, "content": text_of(f"{path}.content", item.content)})
+            self._add(path, {"role": item.role, "content": _content(f"{path}.content", item.content)})
         elif isinstance(item, protocol.FunctionCallOutputItem | protocol.CustomToolCallOutputItem):
             self._places[f"messages.{len(self._messages)}.tool_call_id"] = f"{path}.call_id"
             output = text_of(f"{path}.output", item.output)
@@ -141,6 +141,33 @@ class ChatForm:
             else:
                 function = {"name": item.name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
+
+
+def _content(path: str, content: str | list[protocol.InputPart]) -> str | list[dict[str, Any]]:
+    """The content of a message: one text, or the parts of a chat message if some are images.
+    Whether the model
+    reads images is checked there. Raises ApiError 400."""
+    if isinstance(content, str) or not any(isinstance(part, protocol.InputImage) for part in content):
+        return text_of(path, content)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if isinstance(part, protocol.InputImage):
+            parts.append({"type": "image_url", "image_url": _image_url(f"{path}.{index}", part)})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
+
+
+def _image_url(path: str, part: protocol.InputImage) -> dict[str, Any]:
+    if part.file_id is not None:
+        raise unsupported(
+            f"{path}.file_id", "names a stored file, but this server stores none: send image_url."
+        )
+    if part.image_url is None:
+        raise invalid(f"{path}.image_url", "is missing: send the image as a data URL.")
+    if part.detail == "original":
+        raise unsupported(f"{path}.detail", "is 'original', but must be 'auto', 'low' or 'high'.")
+    return {"url": part.image_url, "detail": part.detail}
 
 
 @cache

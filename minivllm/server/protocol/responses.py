@@ -59,7 +59,8 @@ class OutputText(Body):
 
 
 class InputImage(Body):
-    """Understood, so that it can be refused with a reason."""
+    """For models that read images; others refuse it with a reason. image_url: a data URL.
+    file_id: refused."""
 
     labels = PART_LABELS
     type: Literal["input_image"]
