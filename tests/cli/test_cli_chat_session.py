@@ -275,9 +275,9 @@ def test_every_command_shows_in_help_and_the_showing_ones_answer() -> None:
 
 def test_nothing_is_offered_that_no_model_here_can_do() -> None:
     session = session_with()
-    assert "image" not in run_command(session, "/help")[0]
-    with pytest.raises(RequestError, match="There is no command /image; /help lists the commands"):
-        run_command(session, "/image cat.png")
+    assert "video" not in run_command(session, "/help")[0]
+    with pytest.raises(RequestError, match="There is no command /video; /help lists the commands"):
+        run_command(session, "/video cat.mp4")
 
 
 def test_stats_tell_how_many_drafts_were_accepted_where_there_are_any(

@@ -258,10 +258,12 @@ class ChatTerminal:
     def _ask(self, line: str) -> None:
         session, before = self._session, list(self._session.messages)
         text = check_text(without_quotes(line.strip()), "The message")
+        images: list[str] = []
         if self._replaces_last:
+            images = session.messages[-2].images
             session.undo()
         try:
-            self._answer(lambda on_text, is_interrupted: session.ask(text, on_text, is_interrupted))
+            self._answer(lambda on_text, is_interrupted: session.ask(text, on_text, is_interrupted, images))
         except RequestError:
             # Nothing is lost: what was typed is there to be changed, and a message that was edited stays.
             session.messages, self._draft = before, line

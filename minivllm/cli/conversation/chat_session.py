@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from minivllm.cli.conversation.attachments import ImageFile, TextFile, image_url
 from minivllm.cli.conversation.engine_insight import EngineInsight
 from minivllm.cli.engine.engine_start import EngineHost, Generation
-from minivllm.cli.terminal.terminal_text import counted
+from minivllm.cli.terminal.terminal_text import counted, format_bytes
 from minivllm.cli.terminal.typed import read_typed_file, write_typed_file
 from minivllm.errors import RequestError
 from minivllm.sampling_params import OutputKind, SamplingParams
@@ -31,29 +31,18 @@ MOST_BYTES_PER_TOKEN = 64
 if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.messages import SchedulerStats
+    from minivllm.processing.input_processor import Prompt
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message; ``interrupted`` marks an answer that the user cut short."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: str
     interrupted: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attachment:
-    """A text file that goes with the next message. num_tokens: of its text alone."""
-
-    name: str
-    text: str
-    num_tokens: int
-
-    def as_markdown(self) -> str:
-        fence = "```"
-        while fence in self.text:
-            fence += "`"
-        return f"{self.name}:\n{fence}\n{self.text.rstrip()}\n{fence}"
+    """The user cut this answer short."""
+    images: list[str] = []
+    """Data URLs of the images before the text."""
 
 
 class SavedChat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,8 +67,8 @@ class ChatSession:
     the engine's prefix cache makes the repeated part free.
 
     model: name to show. system: system prompt; None leaves it to the chat template. thinking: what the
-    template's enable_thinking is set to; None leaves it alone. attachments: files that go with the next
-    message. host: starts another model; None where that is impossible.
+    template's enable_thinking is set to; None leaves it alone. attachments, images: files that go with the
+    next message. host: starts another model; None where that is impossible.
     """
 
     def __init__(
@@ -97,7 +86,8 @@ class ChatSession:
         self.messages: list[Message] = []
         self.last_generation: Generation | None = None
         self.thinking: bool | None = None
-        self.attachments: list[Attachment] = []
+        self.attachments: list[TextFile] = []
+        self.images: list[ImageFile] = []
         self.insight = EngineInsight(engine)
         self._host = host
         self._num_requests = 0
@@ -151,24 +141,35 @@ class ChatSession:
     def prompt_token_ids(self, messages: list[Message]) -> list[int]:
         """Token ids of ``messages`` as the model was trained to see them, ready for the answer.
 
-        Without a chat template the texts simply follow each other, one per line.
+        Without a chat template the texts simply follow each other, one per line. Raises RequestError for
+        images that the model does not take.
         """
         if not self.has_chat_template:
             texts = [] if self.system is None else [self.system]
             return list(
                 self.engine.tokenizer.encode("\n".join([*texts, *(message.content for message in messages)]))
             )
-        names: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        if any(message.images for message in messages):
+            return list(self.engine.expanded(self._rendered(messages)))
         return list(
             self.engine.tokenizer.apply_chat_template(
-                self.conversation(messages), add_generation_prompt=True, **names
+                self.conversation(messages), add_generation_prompt=True, **self._template_names()
             )
         )
 
-    def conversation(self, messages: list[Message]) -> list[dict[str, str]]:
+    def _template_names(self) -> dict[str, Any]:
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
+
+    def _rendered(self, messages: list[Message]) -> dict[str, Any]:
+        """The prompt of a conversation with images. Raises RequestError."""
+        return self.engine.render_chat(
+            self.conversation(messages), chat_template_kwargs=self._template_names()
+        )
+
+    def conversation(self, messages: list[Message]) -> list[dict[str, Any]]:
         """The system prompt, if there is one, and ``messages``, as chat templates and servers take them."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return system + [{"role": message.role, "content": message.content} for message in messages]
+        return system + [{"role": message.role, "content": _content(message)} for message in messages]
 
     @property
     def can_switch_thinking(self) -> bool:
@@ -176,19 +177,24 @@ class ChatSession:
         return self.has_chat_template and "enable_thinking" in str(self.engine.tokenizer.chat_template)
 
     def ask(
-        self, text: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
+        self,
+        text: str,
+        on_text: Callable[[str], None],
+        is_interrupted: Callable[[], bool],
+        images: Sequence[str] = (),
     ) -> Generation:
         """Send a user message and stream the answer.
 
-        on_text: called with each new piece of the answer. is_interrupted: asked before every engine step;
-        True aborts the request and keeps what was said so far. Raises RequestError if the message cannot be
-        sent; then the conversation is as it was.
+        on_text: called with each new piece of the answer.
+        is_interrupted: asked before every engine step; True aborts the request and keeps its text so far.
+        images: data URLs that go with the message besides the attached images.
+        Raises RequestError if the message cannot be sent; then the conversation is as it was.
         """
         text = "\n\n".join([*(attachment.as_markdown() for attachment in self.attachments), text])
-        generation = self._extend(
-            [*self.messages, Message(role="user", content=text)], on_text, is_interrupted
-        )
+        message = Message(role="user", content=text, images=[*images, *(image.url for image in self.images)])
+        generation = self._extend([*self.messages, message], on_text, is_interrupted)
         self.attachments = []
+        self.images = []
         return generation
 
     def _extend(
@@ -271,6 +277,7 @@ class ChatSession:
         """Forget all messages; the system prompt stays."""
         self.messages.clear()
         self.attachments.clear()
+        self.images.clear()
         self.last_generation = None
 
     def num_context_tokens(self) -> int:
@@ -278,7 +285,7 @@ class ChatSession:
         return len(self.prompt_token_ids(self.messages)) if self.messages or self.system else 0
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON.
+        """Write the conversation as JSON, images included.
         Raises RequestError if ``path`` cannot be written or is another file."""
         if os.path.lexists(path) and not _is_saved_chat(path):
             raise RequestError(
@@ -291,7 +298,13 @@ class ChatSession:
             sampling=self.params,
             messages=self.messages,
         )
-        write_typed_file(path, msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n")
+        content = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+        if len(content) > MOST_CHAT_BYTES:
+            raise RequestError(
+                f"The chat has {format_bytes(len(content))}, its images included, but a saved chat may have "
+                f"at most {format_bytes(MOST_CHAT_BYTES)}: /drop forgets the oldest exchange."
+            )
+        write_typed_file(path, content)
 
     def export(self, path: Path) -> None:
         """Write the conversation as Markdown.
@@ -305,12 +318,36 @@ class ChatSession:
             parts.append(f"**System:** {self.system}")
         for message in self.messages:
             mark = " (interrupted)" if message.interrupted else ""
-            parts.append(
-                f"## {'You' if message.role == 'user' else self.model}{mark}\n\n{message.content.strip()}"
-            )
+            who = "You" if message.role == "user" else self.model
+            images = "*[image]*\n\n" * len(message.images)
+            parts.append(f"## {who}{mark}\n\n{images}{message.content.strip()}")
         write_typed_file(path, ("\n\n".join(parts) + "\n").encode())
 
-    def attach(self, path: Path) -> Attachment:
+    def attach_image(self, path: Path) -> ImageFile:
+        """Send an image file with the next message.
+        Raises RequestError if it is no image, cannot fit, or if the model reads none."""
+        if not self.has_chat_template:
+            raise RequestError(f"{self.model} has no chat template, so its messages take no images.")
+        url = image_url(path)
+        urls = [image.url for image in self.images]
+        counts = []
+        for images in (urls, [*urls, url]):
+            message = Message(role="user", content="", images=images)
+            try:
+                counts.append(len(self.prompt_token_ids([*self.messages, message])))
+            except RequestError as error:
+                raise RequestError(f"{path} cannot be sent: {error}") from None
+        used, needed = counts
+        if needed >= self.max_model_len:
+            raise RequestError(
+                f"{path} takes {counted(needed - used, 'token')}, but of the context's "
+                f"{self.max_model_len:,} only {max(0, self.max_model_len - used):,} are free: /drop or "
+                "/compact make room."
+            )
+        self.images.append(ImageFile(name=path.name, url=url, num_tokens=needed - used))
+        return self.images[-1]
+
+    def attach(self, path: Path) -> TextFile:
         """Have a text file go with the next message. Raises RequestError if it is none or cannot fit."""
         content = read_typed_file(path, self.max_model_len * MOST_BYTES_PER_TOKEN)
         try:
@@ -318,7 +355,7 @@ class ChatSession:
         except UnicodeDecodeError:
             raise RequestError(f"{path} is not UTF-8 text, so it cannot go into a message.") from None
         tokens = self.num_text_tokens(text)
-        attachment = Attachment(name=path.name, text=text, num_tokens=tokens)
+        attachment = TextFile(name=path.name, text=text, num_tokens=tokens)
         used = self.num_context_tokens() + sum(other.num_tokens for other in self.attachments)
         if used + tokens >= self.max_model_len:
             free = max(0, self.max_model_len - used)
@@ -348,24 +385,28 @@ class ChatSession:
         max_tokens: int | None = None,
     ) -> Generation:
         prompt_token_ids = self.prompt_token_ids(messages)
+        prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
+        if any(message.images for message in messages):
+            prompt = self._rendered(messages)
         request_id = f"chat-{self._num_requests}"
         self._num_requests += 1
         params = self._params_for(prompt_token_ids, first=len(messages) == 1)
         if max_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=0)
         with self.insight.recording():
-            return self._answer(request_id, prompt_token_ids, params, on_text, is_interrupted)
+            return self._answer(request_id, prompt, prompt_token_ids, params, on_text, is_interrupted)
 
     def _answer(
         self,
         request_id: str,
+        prompt: Prompt,
         prompt_token_ids: list[int],
         params: SamplingParams,
         on_text: Callable[[str], None],
         is_interrupted: Callable[[], bool],
     ) -> Generation:
         generation = Generation(num_prompt_tokens=len(prompt_token_ids))
-        self.engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
+        self.engine.add_request(request_id, prompt, params)
         if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(
             OPEN
         ):
@@ -405,6 +446,13 @@ class ChatSession:
         if self.params.min_tokens > max_tokens:
             changes["min_tokens"] = max_tokens
         return msgspec.structs.replace(self.params, **changes)
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    if not message.images:
+        return message.content
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in message.images]
+    return [*images, {"type": "text", "text": message.content}]
 
 
 def _read_saved_chat(path: Path) -> SavedChat:

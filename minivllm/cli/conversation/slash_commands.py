@@ -226,6 +226,11 @@ def _read(session: ChatSession, argument: str) -> str:
     return f"{attachment.name} ({counted(attachment.num_tokens, 'token')}) goes with your next message."
 
 
+def _image(session: ChatSession, argument: str) -> str:
+    image = session.attach_image(typed_path(argument))
+    return f"{image.name} ({counted(image.num_tokens, 'token')}) goes with your next message."
+
+
 def _model(session: ChatSession, argument: str) -> str:
     if not argument:
         return f"The model is {session.model}; /model NAME talks to another one."
@@ -284,11 +289,14 @@ def _stats(session: ChatSession, argument: str) -> str:
 def _tokens(session: ChatSession, argument: str) -> str:
     lines = [f"Of the context, {_context(session)}."]
     lines += [f"{file.num_tokens:>7,}  next       file {file.name}" for file in session.attachments]
+    lines += [f"{image.num_tokens:>7,}  next       image {image.name}" for image in session.images]
     for message in session.messages:
         count = session.num_text_tokens(message.content)
         beginning = " ".join(message.content.split())
         beginning = beginning if len(beginning) <= 50 else beginning[:49] + "…"
         mark = " [interrupted]" if message.interrupted else ""
+        if message.images:
+            mark += f" [{counted(len(message.images), 'image')} besides]"
         lines.append(f"{count:>7,}  {message.role:<9}  {beginning}{mark}")
     return "\n".join(lines)
 
@@ -307,6 +315,7 @@ COMMANDS: dict[str, Command] = {
         Command("/drop N", "forget the N oldest exchanges (1 if not given)", _drop),
         Command("/compact", "put a summary in place of the older exchanges", following=Next.COMPACT),
         Command("/read FILE", "send a text file along with the next message", _read),
+        Command("/image FILE", "send an image along with the next message", _image),
         Command("/save FILE", "save the conversation as JSON", _save),
         Command("/load FILE", "continue a saved conversation", _load),
         Command("/export FILE", "write the conversation as Markdown", _export),
@@ -321,7 +330,13 @@ COMMANDS: dict[str, Command] = {
     )
 }
 ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}
-_EXAMPLES = {"/save": "chat.json", "/load": "chat.json", "/export": "chat.md", "/read": "notes.txt"}
+_EXAMPLES = {
+    "/save": "chat.json",
+    "/load": "chat.json",
+    "/export": "chat.md",
+    "/read": "notes.txt",
+    "/image": "cat.png",
+}
 """Commands that do not go without a file, each with the name of one."""
-FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/model")
+FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/image", "/model")
 """Commands that a path can follow."""
