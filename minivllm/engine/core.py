@@ -102,7 +102,6 @@ class EngineCore:
         on now. may_schedule: False for a step of other engines only, see Lockstep.
         """
         outputs: list[EngineOutput] = []
-        requests = self.scheduler.requests
         self.take_transfers()
         if self.structured_output.blocked:
             self._release_blocked_requests()
@@ -117,9 +116,8 @@ class EngineCore:
                 is_loading = is_loading or (self.encodings is not None and self.encodings.is_missing)
                 self._is_stalled = is_loading and not self._in_flight and not self.structured_output.blocked
                 break
-            self._dispatch(
-                step, self.structured_output.start_masks(step, requests) if self._is_guided() else None
-            )
+            is_guided = bool(self.structured_output.guided)
+            self._dispatch(step, self.structured_output.start_masks(step) if is_guided else None)
         if self.is_behind and len(self._in_flight) < self._max_in_flight:
             self._dispatch(SchedulerOutput())
         if self._in_flight:
@@ -127,13 +125,9 @@ class EngineCore:
                 step, pending = self._in_flight.popleft()
                 output = pending.result()
             outputs += self._update(step, output)
-        if self._is_guided():
-            self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
+        if self.structured_output.guided:
+            self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead())
         return outputs
-
-    def _is_guided(self) -> bool:
-        """Whether token masks limit what a running request samples."""
-        return any(request.token_mask is not None for request in self.scheduler.running)
 
     @property
     def is_building(self) -> bool:

@@ -14,9 +14,8 @@ from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
 from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
-from minivllm.engine_process.protocol.clients import AsyncEngineClient as AsyncEngineClient
-from minivllm.engine_process.protocol.clients import EngineClient as EngineClient
-from minivllm.engine_process.protocol.pixels import AnswersQuestions as AnswersQuestions
+from minivllm.engine_process.protocol.clients import EngineClient
+from minivllm.engine_process.protocol.pixels import AnswersQuestions
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.plugins.plugin import import_object

@@ -27,7 +27,7 @@ from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient
+    from minivllm.engine_process.protocol.clients import AsyncEngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

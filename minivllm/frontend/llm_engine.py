@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
-from minivllm.engine_process.client import AnswersQuestions
+from minivllm.engine_process.protocol.pixels import AnswersQuestions
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.processing.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -24,7 +24,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient, EngineClient
+    from minivllm.engine_process.protocol.clients import AsyncEngineClient, EngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

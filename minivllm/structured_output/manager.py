@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -102,6 +102,8 @@ class StructuredOutputManager:
         self._seconds = seconds
         self.blocked: list[BlockedRequest] = []
         """Requests that wait for their grammars."""
+        self.guided: dict[str, Request] = {}
+        """Requests with token masks, by id, until the first step after they have finished."""
         self._compiling: dict[Hashable, tuple[StructuredOutputs, Future[Grammar]]] = {}
         self._compile_pool = ThreadPoolExecutor(
             min(4, os.cpu_count() or 1), thread_name_prefix="grammar-compiler"
@@ -112,7 +114,7 @@ class StructuredOutputManager:
         """Give a new request what guides it, or block it until its grammar is compiled."""
         params, sent = request.sampling_params, request.engine_request
         if params.thinking_budget is not None and sent.thinking_token_ids is not None:
-            _attach(
+            self._attach(
                 request,
                 ThinkingBudget(params.thinking_budget, *sent.thinking_token_ids, sent.prompt_token_ids),
             )
@@ -121,7 +123,7 @@ class StructuredOutputManager:
             return
         compiled = self.cache.get(structured)
         if compiled is not None and not isinstance(compiled, str):
-            _attach(request, compiled.copy())
+            self._attach(request, compiled.copy())
             return
         request.status = RequestStatus.BLOCKED
         self.blocked.append(BlockedRequest(request, structured, time.monotonic() + self._seconds))
@@ -161,7 +163,7 @@ class StructuredOutputManager:
             elif isinstance(compiled, str):
                 yield request, compiled
             else:
-                _attach(request, compiled.copy())
+                self._attach(request, compiled.copy())
                 yield request, None
         self.blocked = still_blocked
         wanted = {blocked.structured.key for blocked in still_blocked}
@@ -169,20 +171,20 @@ class StructuredOutputManager:
             if self._compiling[key][1].cancel():  # no request waits for it any longer, and it has not begun
                 del self._compiling[key]
 
-    def start_masks(
-        self, step: SchedulerOutput, requests: Mapping[str, Request]
-    ) -> Callable[[], TokenMasks] | None:
+    def start_masks(self, step: SchedulerOutput) -> Callable[[], TokenMasks] | None:
         """Begin to compute the masks of a step that was just scheduled; the result waits for them.
         None: none needed.
 
         A mask is for requests that will sample: all their known tokens are computed by the end of the step.
         """
+        self.guided = {name: request for name, request in self.guided.items() if not request.is_finished}
         jobs: list[tuple[TokenMaskSource, list[int]]] = []
         first_rows: dict[str, int] = {}
         num_rows = 0
-        for request_id in step.num_scheduled_tokens:
-            request = requests[request_id]
-            if request.token_mask is not None and request.num_computed_tokens >= request.num_tokens:
+        for request_id, request in self.guided.items():
+            is_scheduled = request_id in step.num_scheduled_tokens
+            if is_scheduled and request.num_computed_tokens >= request.num_tokens:
+                assert request.token_mask is not None
                 drafts = step.draft_token_ids.get(request_id, [])
                 first_rows[request_id] = num_rows
                 jobs.append((request.token_mask, drafts))
@@ -198,16 +200,18 @@ class StructuredOutputManager:
 
         return _submit(self._mask_pool, compute).result
 
-    def jump_ahead(self, running: Iterable[Request]) -> dict[str, list[int]]:
-        """Drafts for the requests whose next tokens are bound to come: one step verifies them all.
+    def jump_ahead(self) -> dict[str, list[int]]:
+        """Drafts for the running requests whose next tokens are bound to come: one step verifies them all.
 
         Not for those with a token in flight:
         what follows it is not known, and its mask may be being computed just now.
         """
         forced = {
-            request.request_id: request.token_mask.forced_tokens()
-            for request in running
-            if request.token_mask is not None and not request.num_output_placeholders
+            request_id: request.token_mask.forced_tokens()
+            for request_id, request in self.guided.items()
+            if request.status is RequestStatus.RUNNING
+            and request.token_mask is not None
+            and not request.num_output_placeholders
         }
         return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
@@ -218,6 +222,11 @@ class StructuredOutputManager:
         _step_back()
         return self._compiler.compile(structured, eos_token_ids)
 
+    def _attach(self, request: Request, guide: Grammar | ThinkingBudget) -> None:
+        request.token_mask = guide
+        request.stop_conditions.append(guide)
+        self.guided[request.request_id] = request
+
     def shutdown(self) -> None:
         for pool in (self._compile_pool, self._mask_pool):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -227,11 +236,6 @@ def _step_back() -> None:
     """Give the calling thread a low priority: it gets the processor time that other threads leave."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
-
-
-def _attach(request: Request, guide: Grammar | ThinkingBudget) -> None:
-    request.token_mask = guide
-    request.stop_conditions.append(guide)
 
 
 def _outcome(future: Future[Grammar]) -> Grammar | str:

@@ -105,7 +105,7 @@ def test_what_cannot_be_sent(llm: LLM, tmp_path: Path, files: list[Path]) -> Non
         run_command(session, f"/image {files[0]}")
     assert len(session.images) == limit and session.messages == []
     long = ChatSession(llm.llm_engine, "smolvlm", GREEDY, system="word " * (session.max_model_len - 40))
-    with pytest.raises(RequestError, match="takes .* tokens, but of the context's .* only .* are free"):
+    with pytest.raises(RequestError, match=r"takes .* tokens, but of the context's .* only .* are free"):
         run_command(long, f"/image {files[0]}")
     run_command(session, "/clear")
     assert session.images == []

@@ -54,7 +54,7 @@ def test_jumping_ahead_gives_the_same_tokens_in_fewer_steps(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead, fewer_steps = run(tiny_model("llama"))
-    monkeypatch.setattr(StructuredOutputManager, "jump_ahead", lambda self, running: {})
+    monkeypatch.setattr(StructuredOutputManager, "jump_ahead", lambda self: {})
     one_by_one, steps = run(tiny_model("llama"))
     assert ahead == one_by_one
     assert fewer_steps < steps
