@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from minivllm.compilation.regions import Size, TensorSpec, leaves
 from minivllm.program.fuse import Part, Plan, Run, Step
@@ -21,6 +25,10 @@ class Line(NamedTuple):
     reads: str
     gives: str
     """With shapes, where they are declared."""
+    fields: str
+    """Of the code, with their values; the code of a seam that computes something."""
+    where: str
+    """Where the class of the code or of the seam begins: file:line."""
     is_seam: bool = False
 
 
@@ -60,11 +68,25 @@ def _cut_after_attention(part: Part) -> Iterator[Sequence[Step]]:
 
 def _lines(step: Step) -> Iterator[Line]:
     if not isinstance(step, Run):
-        yield Line("", type(step).__name__, ", ".join(step.reads), _shown(step.gives), is_seam=True)
+        computes = "" if step.code is None else repr(step.code)
+        where, gives = where_class(type(step)), _shown(step.gives)
+        yield Line("", type(step).__name__, ", ".join(step.reads), gives, computes, where, is_seam=True)
         return
     for number, piece in enumerate(step.pieces):
+        code: Any = piece.code
+        kind: Any = type(code)  # for mypy no class is hashable
         name = "" if number else step.name
-        yield Line(name, type(piece.code).__name__, ", ".join(piece.reads), _shown(piece.gives))
+        values = ", ".join(f"{field.name}={getattr(code, field.name)!r}" for field in fields(code))
+        where, gives = where_class(kind), _shown(piece.gives)
+        yield Line(name, kind.__name__, ", ".join(piece.reads), gives, values, where)
+
+
+@cache
+def where_class(kind: type) -> str:
+    """file:line of a class; the file as seen from the folder that its top-level package lies in."""
+    file, (_, line) = Path(inspect.getfile(kind)), inspect.getsourcelines(kind)
+    above = kind.__module__.count(".") + (file.name == "__init__.py")
+    return f"{file.relative_to(file.parents[above]).as_posix()}:{line}"
 
 
 def _shown(gives: Mapping[Name, Tree]) -> str:

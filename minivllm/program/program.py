@@ -72,6 +72,8 @@ class Seam(ABC):
     kind: str
     reads: tuple[Name, ...] = ()
     gives: Mapping[Name, Tree] = {}
+    code: Code | None = None
+    """What it computes of the first register that it reads, uncompiled, before it crosses."""
 
     def is_real(self, ranks: int) -> bool:
         """False if a single rank has nothing to do here: the pieces on both sides become neighbours."""

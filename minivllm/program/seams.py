@@ -69,12 +69,12 @@ class Agree(_Exchange):
         code: Code | None = None,
     ) -> None:
         self.kind = "largest" if largest else "mean"
-        self._takes_largest, self._code = largest, code
+        self._takes_largest, self.code = largest, code
         self.reads, self.gives = (source or register,), {register: spec}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
-        x = values[0] if self._code is None else self._code(values[0])
+        x = values[0] if self.code is None else self.code(values[0])
         exchange = world.communicator.all_reduce_max if self._takes_largest else world.communicator.all_reduce
         return exchange(x)
 

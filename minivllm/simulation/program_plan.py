@@ -9,7 +9,7 @@ from minivllm.compilation.regions import Size
 from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Absent
 from minivllm.distributed.stage import Stage
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import token_specs
 from minivllm.program.fuse import Plan
@@ -20,17 +20,20 @@ from minivllm.specs.facts import ModelFacts
 META = torch.device("meta")
 
 
-def planned_programs(config: EngineConfig, facts: ModelFacts) -> list[Plan]:
-    """Of rank 0 of each pipeline stage, with unquantised weights.
-    Raises ModelError if the model is computed by its class of transformers."""
+def planned_programs(config: EngineConfig, facts: ModelFacts, *, images: bool = False) -> list[Plan]:
+    """Of rank 0 of each pipeline stage, with unquantised weights. images: of a step with images.
+    Raises ModelError if the model is computed by its class of transformers, ConfigError if images are asked
+    for and this engine would not see them."""
     if not isinstance(facts, DecoderConfig):
         raise ModelError(
             f"{config.model_path} is computed by its class of transformers, which is no list of pieces."
         )
-    return [_plan(config, facts, number) for number in range(config.pipeline_parallel_size)]
+    if images and config.images is None:
+        raise ConfigError(f"There is no program with images: {config.no_images}")
+    return [_plan(config, facts, number, images) for number in range(config.pipeline_parallel_size)]
 
 
-def _plan(config: EngineConfig, facts: DecoderConfig, number: int) -> Plan:
+def _plan(config: EngineConfig, facts: DecoderConfig, number: int, images: bool) -> Plan:
     dtype, ranks = getattr(torch, config.dtype), config.tensor_parallel_size
     decoder = Decoder(
         facts,
@@ -51,4 +54,5 @@ def _plan(config: EngineConfig, facts: DecoderConfig, number: int) -> Plan:
         else NO_CACHE
         for spec in decoder.cache_specs
     ]
-    return decoder.plan(token_specs(META), caches)
+    tokens = token_specs(META)
+    return decoder.plan(decoder.with_images(tokens) if images else tokens, caches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from minivllm.hub.fetch import resolve_model
 from minivllm.sampling_params import SamplingParams
 from tests.cli import scripted_engine
 from tests.cli.scripted_engine import ScriptedEngine, create_scripted_engine
+from tests.structure.documents import ROOT
 
 SCRIPT = scripted_engine.__file__
 
@@ -569,15 +571,19 @@ def test_a_notice_stays_on_the_screen_and_progress_does_not(capsys: pytest.Captu
     assert capsys.readouterr().err == "a notice\n"
 
 
+def program_of(model: str, *flags: str) -> str:
+    result = CliRunner().invoke(app, ["env", model, "--program", *flags], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(
     tiny_model: Callable[..., Path],
 ) -> None:
     model = str(tiny_model("llama"))
 
     def shown(*flags: str) -> str:
-        result = CliRunner().invoke(app, ["env", model, "--program", *flags], env={"COLUMNS": "160"})
-        assert result.exit_code == 0, result.output
-        return result.output
+        return program_of(model, *flags)
 
     alone = shown()
     regions = [line.split()[0] for line in alone.splitlines()[1:] if line and not line.startswith(" ")]
@@ -590,15 +596,39 @@ def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(
 
 
 def test_env_shows_the_program_of_a_mixture_in_any_dtype(tiny_model: Callable[..., Path]) -> None:
-    result = CliRunner().invoke(
-        app, ["env", str(tiny_model("qwen3-moe")), "--program"], env={"COLUMNS": "160"}
-    )
-    assert result.exit_code == 0 and "ChosenExperts" in result.output
+    assert "ChosenExperts" in program_of(str(tiny_model("qwen3-moe")))
+
+
+def test_a_printed_program_leads_to_the_class_of_each_code_and_seam(tiny_model: Callable[..., Path]) -> None:
+    _, *lines = program_of(str(tiny_model("llama")), "--tp", "2").splitlines()
+    for line in lines:
+        found = re.search(r"\b([A-Z]\w+)\b.* ([\w/]+\.py):(\d+)", line)
+        assert found, line
+        what, file, number = found.groups()
+        text = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        # A decorated class begins at its decorator.
+        assert any(f"class {what}" in code for code in text[int(number) - 1 : int(number) + 1]), line
+
+
+def test_a_row_of_a_printed_program_is_one_line_with_the_fields_of_its_code(
+    tiny_model: Callable[..., Path],
+) -> None:
+    [norm, *_] = [line for line in program_of(str(tiny_model("llama"))).splitlines() if " AddNorm " in line]
+    assert re.search(r" x, stream +h \[tokens, 64\], stream \[tokens, 64\] .+ eps=1e-06 *$", norm)
+    inner = [line for line in program_of(str(tiny_model("llama"))).splitlines() if "GatedProduct" in line]
+    assert all("method=PlainLinear()" in line and "activation='silu'" in line for line in inner)
+
+
+def test_env_shows_no_program_with_images_of_a_model_that_reads_text(tiny_model: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(app, ["env", str(tiny_model("llama")), "--program", "--images"])
+    assert isinstance(result.exception, ConfigError)
+    assert "There is no program with images" in str(result.exception)
 
 
 def test_env_takes_no_layout_without_a_program() -> None:
-    result = CliRunner().invoke(app, ["env", "--tp", "2"])
-    assert isinstance(result.exception, ConfigError) and "add --program" in str(result.exception)
+    for flags in (["--tp", "2"], ["--images"]):
+        result = CliRunner().invoke(app, ["env", *flags])
+        assert isinstance(result.exception, ConfigError) and "add --program" in str(result.exception)
 
 
 def test_env_shows_no_program_without_a_model() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,8 @@ from minivllm.cli.terminal.terminal_text import format_bytes
 from minivllm.errors import ConfigError
 from minivllm.hub.home import home_directory
 
+UNLIMITED = 100_000
+"""Columns."""
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
 _CPU_FLAGS = (
     "avx2",
@@ -40,7 +43,8 @@ def env(
     program: Annotated[
         bool,
         typer.Option(
-            "--program", help="Show the pieces and seams of the model instead, and its compiled regions."
+            "--program",
+            help="Show the pieces and seams of the model instead, where they are, and its compiled regions.",
         ),
     ] = False,
     tensor_parallel_size: Annotated[
@@ -52,6 +56,9 @@ def env(
     pipeline_parallel_size: Annotated[
         int, typer.Option("--pipeline-parallel-size", "--pp", min=1, help="Pipeline stages, for --program.")
     ] = 1,
+    images: Annotated[
+        bool, typer.Option("--images", help="Show the program of a step with images, for --program.")
+    ] = False,
 ) -> None:
     """Show versions, devices, what will be used and why.
 
@@ -66,13 +73,13 @@ def env(
 
         from minivllm.cli.engine.program_table import program_tables
 
-        for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size):
-            Console(highlight=False, markup=False).print(table)
+        # A line of a file or a pipe is as long as its row.
+        console = Console(width=None if sys.stdout.isatty() else UNLIMITED, highlight=False, markup=False)
+        for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size, images=images):
+            console.print(table)
         return
-    if (tensor_parallel_size, pipeline_parallel_size) != (1, 1):
-        raise ConfigError(
-            "--tp and --pp say for which layout a program is shown: add --program and the model."
-        )
+    if images or (tensor_parallel_size, pipeline_parallel_size) != (1, 1):
+        raise ConfigError("--tp, --pp and --images say which program is shown: add --program and the model.")
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
         if model is not None:

@@ -279,10 +279,10 @@ class Decoder:
         self._step = BoundProgram(self.plan(tokens, caches), compile_region)
         self._programs, self._final = [self._step], None
         if self._sees:
-            self._seeing = BoundProgram(self.plan(self._with_images(tokens), caches), compile_region)
+            self._seeing = BoundProgram(self.plan(self.with_images(tokens), caches), compile_region)
             self._programs.append(self._seeing)
 
-    def _with_images(self, tokens: TokenInputs) -> TokenInputs:
+    def with_images(self, tokens: TokenInputs) -> TokenInputs:
         """The same specs, of a step with images."""
         is_image: Any = TensorSpec((TOKENS,), torch.bool, self.device)
         features: Any = self.stream_spec
