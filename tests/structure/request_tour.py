@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,15 @@ from torch import Tensor
 from minivllm import EngineArgs, SamplingParams, register_attention
 from minivllm.attention import AttentionBackend, AttentionContext, FlexAttention, SdpaAttention, StepRows
 from minivllm.batch.step_inputs import StepInputBuilder, StepInputs
+from minivllm.engine.resolve import resolve
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.mixers import attention as attention_module
 from minivllm.processing.input_processor import PreparedRequest
+from minivllm.program.fuse import Plan
+from minivllm.program.printed import Line, sections
+from minivllm.simulation.program_plan import planned_programs
 from minivllm.specs.caches import LayerCache
 
 TOUR = Path(__file__).parents[2] / "minivllm" / "README.md"
@@ -131,7 +135,8 @@ class Step:
 
 @dataclass
 class Record:
-    """All that is told. margin: by how much the likeliest token led, at least."""
+    """All that is told. margin: by how much the likeliest token led, at least. plans: of the model's program
+    for one rank, and for two."""
 
     requests: list[EngineRequest] = field(default_factory=list)
     hashes: dict[str, list[str]] = field(default_factory=dict)
@@ -139,6 +144,7 @@ class Record:
     free_at_first: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     margin: float = float("inf")
+    plans: list[Plan] = field(default_factory=list)
 
 
 class WatchedAttention:
@@ -231,7 +237,16 @@ def follow() -> Record:
                     step.texts[output.request_id] = completion.text, completion.finish_reason
                 step.free_after = free_blocks(engine)
         core(engine).scheduler.check_integrity()
+        record.plans = plans(Path(folder))
     return record
+
+
+def plans(directory: Path) -> list[Plan]:
+    """Of the model, for one rank and for two. Its vocabulary is as small as two ranks can divide."""
+    (directory / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 128}))
+    args = EngineArgs(model=str(directory), device="cpu", dtype="float32", max_model_len=64)
+    layouts = (replace(args, tensor_parallel_size=ranks) for ranks in (1, 2))
+    return [plan for layout in layouts for plan in planned_programs(*resolve(layout))]
 
 
 def core(engine: LLMEngine) -> Any:
@@ -343,6 +358,7 @@ def stations(record: Record) -> dict[str, str]:
         "inputs": "\n".join(_inputs(record)),
         "tiles": "\n".join(_tiles(record)),
         "shapes": "\n".join(_shapes(record)),
+        "program": "\n".join(_program(record)),
         "blocks": "\n".join(_blocks(record)),
         "text": "\n".join(_texts(record)),
     }
@@ -416,6 +432,25 @@ def _shapes(record: Record) -> list[str]:
     step = record.steps[2]
     names = ("residual stream", "q", "k", "v", "K cache of a layer", "o", "rows with logits", "logits")
     return [*(f"{name:18}  {step.shapes[name]}" for name in names), f"sampled             {step.sampled}"]
+
+
+def _program(record: Record) -> list[str]:
+    """The program fused for one rank and for two, in lines of two columns: the same items side by side."""
+    one, two = ([line for section in sections(plan) for line in section.lines] for plan in record.plans)
+    lines = [f"{'one rank':47} two ranks"]
+    rest = iter(one)
+    for line in two:
+        exchanges = line.is_seam and line.what != "Attend"
+        lines.append(f"{'' if exchanges else _item(next(rest)):47} {_item(line)}".rstrip())
+    assert next(rest, None) is None
+    return lines
+
+
+def _item(line: Line) -> str:
+    """A piece or a seam, and what it gives, if that is one register."""
+    what = f"— {line.what} —" if line.is_seam else line.what
+    single = re.fullmatch(r"\w+ \[[^\]]*\]", line.gives)
+    return f"{line.region:8} {what:15} {line.gives if single else ''}"
 
 
 def _blocks(record: Record) -> list[str]:

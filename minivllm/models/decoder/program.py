@@ -130,10 +130,12 @@ def decoder_program(
     norm = AddNorm(config.rms_norm_eps)
     head = Head(decoder.head.method, config.logits_scale, config.logits_soft_cap)
     logits = TensorSpec((ROWS, config.vocab_size), decoder.dtype, decoder.device)
+    width = decoder.vocabulary.stop - decoder.vocabulary.start
+    part = TensorSpec((ROWS, width), decoder.dtype, decoder.device)
     return [
         *items,
         Piece(norm, ("x", "stream"), {"h": stream, "stream": stream}, lambda: (decoder.final_norm,)),
-        Piece(head, ("h",), {"logits": logits}, lambda: (decoder.head.tensors,)),
+        Piece(head, ("h",), {"logits": part}, lambda: (decoder.head.tensors,)),
         Gather("logits", logits, vocabulary_widths),
     ]
 
