@@ -246,7 +246,8 @@ def draw(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, posi
     logits [R, V] any float dtype; temperature [R] float32, 0 for the likeliest token; min_p [R] float32;
     seeds, positions [R] int64. Two loops over the logits, for the maximum and for the draw, take the place of
     some thirty operators that each go through as many values: 0.21 ms for 256 rows of a vocabulary of 152,000
-    on an H100, 1.3 in place of 9 ms for 16 rows of 49,152 on two cores of Zen 4 (``test_bench_sampling.py``).
+    on an H100, 1.3 in place of 9 ms for 16 rows of 49,152 on two cores of Zen 4
+    (``tests/kernels/test_bench_sampling.py``).
     """
     return _draw_above(torch.log(min_p), logits.float(), temperature, seeds, positions)
 

@@ -8,7 +8,7 @@ A model computes in two moves, so that logits are made only for the tokens whose
 
 It knows nothing of requests, blocks or schedules: ``tokens`` says where each token stands and where its keys
 and values go, and ``attend`` is the attention over everything that the caches hold. ``Decoder`` is one model,
-``reference.py`` the same arithmetic without any of this.
+``models/reference/reference.py`` the same arithmetic without any of this.
 """
 
 from __future__ import annotations

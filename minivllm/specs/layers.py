@@ -1,4 +1,4 @@
-"""What a layer is, as data: a family is a list of these, and the code in ``decoder.py`` knows no family.
+"""A layer as data: a family is a list of these, and ``models.decoder`` knows no family.
 
 x = x + after(mixer(before(x)))          after and before: norms, or nothing
 x = x + after(mlp(before(x)))

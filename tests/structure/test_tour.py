@@ -3,7 +3,6 @@ what it shows is what a real engine does, what it names is there."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 from pathlib import Path
@@ -15,9 +14,7 @@ from tests.structure import request_tour
 from tests.structure.request_tour import TOUR, Record, follow, stations, written
 
 ROOT = TOUR.parents[1]
-SOURCES = sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_free/**/*.py")])
 TEXT = TOUR.read_text(encoding="utf-8")
-PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 MOST_FILES = 12
 MOST_LINES = 4200
 """Of these files together: an afternoon of reading."""
@@ -61,33 +58,6 @@ def test_a_reader_opens_twelve_files_and_the_list_names_them_all() -> None:
     assert list(dict.fromkeys(opened)) == [name for name, _ in listed]
     lines = sum(len((TOUR.parent / name).read_text(encoding="utf-8").splitlines()) for name, _ in listed)
     assert lines <= MOST_LINES, f"the files of the tour have {lines} lines together"
-
-
-def names_of(tree: ast.AST) -> set[str]:
-    """What a module defines or uses as an attribute: functions, classes, arguments, variables, fields."""
-    names = set()
-    for node in ast.walk(tree):
-        for field in ("name", "arg", "attr", "id"):
-            found = getattr(node, field, None)
-            if isinstance(found, str):
-                names.add(found)
-    return names
-
-
-def test_every_name_between_backquotes_is_one_of_the_code() -> None:
-    """Also where it is no link. Of Class.member both, the member in the file of the class."""
-    known: dict[str, set[str]] = {"": {path.stem for path in SOURCES}}
-    for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = names_of(tree)
-        for owner in ("", *(node.name for node in tree.body if isinstance(node, ast.ClassDef))):
-            known.setdefault(owner, set()).update(names)
-    unknown = []
-    for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)(?:\(\))?`", PROSE):
-        owner, _, member = name.rpartition(".")
-        if member not in known.get(owner, ()) and member != "py" and name not in ("r0", "r1"):
-            unknown.append(name)
-    assert unknown == [], "the tour names what the code does not have"
 
 
 def test_the_seams_of_the_tour_are_public_and_where_their_links_lead() -> None:

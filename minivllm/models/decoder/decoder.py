@@ -2,7 +2,7 @@
 and the plans that its program becomes.
 
 What it computes stands in ``program.py``;
-``reference.py`` has the same arithmetic without regions, caches and fused products.
+``models/reference/reference.py`` has the same arithmetic without regions, caches and fused products.
 """
 
 from __future__ import annotations
