@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm import LLM
     from minivllm.kv_transfer.connector import KVConnector
     from minivllm.messages import LoRARequest
-    from minivllm.plugins.seams import (
+    from minivllm.plugins.points import (
         register_attention,
         register_connector,
         register_drafter,
@@ -92,7 +92,7 @@ _HOMES = {
         "families.dense": "Description",
         "families.family": "Family",
         "families.makers.registry": "register_family",
-        "plugins.seams": "register_attention register_connector register_drafter register_policy "
+        "plugins.points": "register_attention register_connector register_drafter register_policy "
         "register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",

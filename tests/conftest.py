@@ -105,7 +105,7 @@ def log_as_it_was() -> Iterator[None]:
 def plugins_as_they_were() -> Iterator[None]:
     """What a test registers is gone after it: a worker runs the tests of many files, in any order."""
     from minivllm.families.makers.registry import PLUGINS as FAMILIES
-    from minivllm.plugins.seams import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
+    from minivllm.plugins.points import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
 
     before = [
         (table, dict(table._known))

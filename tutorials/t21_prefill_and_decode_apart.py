@@ -242,7 +242,7 @@ lesson.say(
 
 # %% [markdown]
 # For two thirds of the time the prefill engine is idle here; with more prompts it is the first tokens that
-# wait for it. Engines that do everything have no such seam: any of them takes what comes. So separate prefill
+# wait for it. Engines that do everything have no such gap: any of them takes what comes. So separate prefill
 # buys tail latency, not throughput, and it needs the two kinds of work in the proportion of the machines.
 #
 # ## The same with engines

@@ -17,7 +17,7 @@ from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
 from minivllm.attention.rule import AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
-from minivllm.plugins.seams import register_attention
+from minivllm.plugins.points import register_attention
 
 __all__ = [
     "AttentionBackend",

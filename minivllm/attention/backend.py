@@ -1,4 +1,4 @@
-"""The seam of attention: a backend prepares what it wants to know of a step, and then attends,
+"""The extension point of attention: a backend prepares what it wants to know of a step, and then attends,
 layer by layer.
 
 The worker knows nothing of tiles, lists or gathering. It says which rows a step has, keeps what ``prepare``

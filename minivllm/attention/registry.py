@@ -8,7 +8,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionContext
 from minivllm.attention.flex import rule_attention
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import ATTENTION
+from minivllm.plugins.points import ATTENTION
 
 AttentionFactory = Callable[[AttentionContext], AttentionBackend]
 """Makes a backend; a class of one is a factory. It is called again when compiled code takes over from

@@ -13,7 +13,7 @@ from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
 from minivllm.families.makers.registry import is_in_table
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import MODEL_IMPLEMENTATIONS
+from minivllm.plugins.points import MODEL_IMPLEMENTATIONS
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.facts import ModelFacts
 

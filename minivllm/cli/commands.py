@@ -23,7 +23,7 @@ from minivllm.cli.trace.command import trace
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import WHEEL_MODELS
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import COMMANDS
+from minivllm.plugins.points import COMMANDS
 
 
 class _BenchCommands(typer.core.TyperGroup):

@@ -22,7 +22,7 @@ from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
 from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.home import home_directory
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import CODE_GENERATORS
+from minivllm.plugins.points import CODE_GENERATORS
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from minivllm.config.kv_transfer_config import KVTransferConfig, portable_transfer
 from minivllm.errors import ConfigError
 from minivllm.plugins.plugin import import_path
-from minivllm.plugins.seams import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
+from minivllm.plugins.points import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
 
 Device = Literal["cpu", "cuda"]
 CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]

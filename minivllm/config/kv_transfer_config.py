@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import CONNECTORS
+from minivllm.plugins.points import CONNECTORS
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVLoadFailurePolicy = Literal["recompute", "fail"]

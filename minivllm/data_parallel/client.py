@@ -9,7 +9,7 @@ from typing import TypeVar
 from minivllm.config import EngineArgs
 from minivllm.engine_process import client as single
 from minivllm.engine_process.protocol.clients import AsyncEngineClient, EngineClient
-from minivllm.plugins.seams import ROUTING
+from minivllm.plugins.points import ROUTING
 
 Client = TypeVar("Client")
 

@@ -1,4 +1,4 @@
-"""Routing of requests to engines: the seam, and two policies."""
+"""Routing of requests to engines: the extension point, and two policies."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from minivllm.engine_process.protocol.pixels import AnswersQuestions
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import CLIENTS, EXECUTORS, NODE_AGENT
+from minivllm.plugins.points import CLIENTS, EXECUTORS, NODE_AGENT
 
 logger = logging.getLogger(__name__)
 

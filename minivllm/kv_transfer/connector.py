@@ -27,7 +27,7 @@ from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
-from minivllm.plugins.seams import CONNECTORS
+from minivllm.plugins.points import CONNECTORS
 from minivllm.request import Request
 
 if TYPE_CHECKING:

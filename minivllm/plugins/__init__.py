@@ -1,5 +1,5 @@
-"""Seams: the settings that take a name for an implementation, and the import paths of all implementations.
+"""Extension points: settings that take a name for an implementation, and import paths of all of these.
 
 May import: the vocabulary only.
-Door: `Plugins` in plugin.py, the seams in seams.py.
+Door: `Plugins` in plugin.py, the extension points in points.py.
 """

@@ -41,7 +41,7 @@ def import_path(found: Any) -> str | None:
 
 
 class Plugins:
-    """The implementations of one seam. setting: the name of the engine argument. ours: name -> the
+    """The implementations of one extension point. setting: the name of the engine argument. ours: name -> the
     implementation, or its import path, so that names can be checked without importing what they stand for.
     known: a view of those and what was registered."""
 
@@ -56,7 +56,8 @@ class Plugins:
         return name in self._ours
 
     def register(self, name: str, implementation: Any) -> None:
-        """Let the setting take ``name`` for ``implementation``; what that must be differs by seam, see below.
+        """Let the setting take ``name`` for ``implementation``; what that must be
+        differs by extension point, see ``points.py``.
 
         name: letters, digits, underscores and hyphens, not beginning with a digit. The same name again
         replaces what was registered. Raises ConfigError for another name, or one that is built in.

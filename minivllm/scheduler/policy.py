@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import POLICIES
+from minivllm.plugins.points import POLICIES
 from minivllm.request import Request
 from minivllm.scheduler.queues import FCFSQueue, RequestQueue, SortedQueue
 

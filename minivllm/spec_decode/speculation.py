@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import DRAFTERS
+from minivllm.plugins.points import DRAFTERS
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
 from minivllm.spec_decode.early_exit import EarlyExit

@@ -12,7 +12,7 @@ from minivllm.device.memory import cache_memory
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.models.model import Model, StagedModel
-from minivllm.plugins.seams import ATTENTION
+from minivllm.plugins.points import ATTENTION
 from minivllm.specs.facts import ModelFacts
 from minivllm.worker.loading import new_model
 

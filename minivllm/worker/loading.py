@@ -19,7 +19,7 @@ from minivllm.linear.choose import MethodChooser
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import MODEL_IMPLEMENTATIONS
+from minivllm.plugins.points import MODEL_IMPLEMENTATIONS
 from minivllm.spec_decode.eagle.checkpoint import find_tensors, random_tensors
 from minivllm.spec_decode.eagle.config import EagleVersion, read_eagle_config
 from minivllm.spec_decode.eagle.head import EagleHead

@@ -1,4 +1,4 @@
-"""The seam between the worker and the implementations of models: making one, and filling it with weights."""
+"""The extension point of implementations of models: making a model, and filling it with weights."""
 
 from __future__ import annotations
 

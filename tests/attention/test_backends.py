@@ -1,5 +1,5 @@
 """Backends give what the gathering reference gives, over random mixed batches;
-and what the seam can carry."""
+and what the extension point can carry."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from minivllm.data_parallel.policy import PrefixAffinity, RoundRobin
 from minivllm.data_parallel.router import Router
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
-from minivllm.plugins.seams import ROUTING
+from minivllm.plugins.points import ROUTING
 from minivllm.request import Request
 
 BLOCK = 4

@@ -1,6 +1,6 @@
 """A GPU that is not there: what PyTorch, Inductor and Triton ask of a device is answered without one.
 
-Four seams: ``torch.cuda`` says what the card is; FakeTensorMode makes tensors on it; Inductor computes
+Four replacements: ``torch.cuda`` says what the card is; FakeTensorMode makes tensors on it; Inductor computes
 constants on a CPU and compiles in this process; Triton's driver knows the target, and launches nothing.
 ``pretend_gpu`` comes before anything is compiled, once per process, which is of no other use afterwards.
 """

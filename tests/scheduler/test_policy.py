@@ -11,7 +11,7 @@ from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.plugins.seams import POLICIES
+from minivllm.plugins.points import POLICIES
 from minivllm.request import Request
 from minivllm.scheduler.policy import Turns, make_policy
 from minivllm.scheduler.scheduler import Scheduler

@@ -1,6 +1,6 @@
-"""Annexes: folders that plug in at a seam by an import path, and that the core works without.
+"""Annexes: folders that plug in at an extension point by an import path, and that the core works without.
 
-A folder is an annex if its ``__init__.py`` says ``Annex: plugs in at SEAM.``; what lies in it belongs to it.
+A folder is an annex if its ``__init__.py`` says ``Annex: plugs in at POINT.``; what lies in it belongs to it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineArgs, engine_args
 from minivllm.engine_process.client import load_core, make_client, run_node
 from minivllm.errors import ConfigError
-from minivllm.plugins import seams
+from minivllm.plugins import points
 from minivllm.plugins.plugin import import_object
-from minivllm.plugins.seams import CONNECTORS
+from minivllm.plugins.points import CONNECTORS
 from tests.structure.test_rooms import PACKAGES, declaration, own_imports, package_of
 
-SEAM_OF = {
+POINT_OF = {
     package: found[1]
     for package in PACKAGES
     if (found := re.search(r"^Annex: plugs in at (\w+)\.$", declaration(package), re.MULTILINE))
 }
-"""Annex -> its seam."""
+"""Annex -> its extension point."""
 
 REFUSE = f"""
 import sys
@@ -37,7 +37,7 @@ from importlib.abc import MetaPathFinder
 
 class NoAnnexes(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if any(name == annex or name.startswith(annex + ".") for annex in {sorted(SEAM_OF)!r}):
+        if any(name == annex or name.startswith(annex + ".") for annex in {sorted(POINT_OF)!r}):
             raise ImportError(f"{{name}} is in an annex")
 
 sys.meta_path.insert(0, NoAnnexes())
@@ -45,12 +45,12 @@ sys.meta_path.insert(0, NoAnnexes())
 
 
 def annex_of(package: str) -> str | None:
-    return next((annex for annex in SEAM_OF if f"{package}.".startswith(f"{annex}.")), None)
+    return next((annex for annex in POINT_OF if f"{package}.".startswith(f"{annex}.")), None)
 
 
-def paths_at(seam: str) -> dict[str, str]:
-    """What a seam names, by import path."""
-    found = getattr(seams, seam)
+def paths_at(point: str) -> dict[str, str]:
+    """What an extension point names, by import path."""
+    found = getattr(points, point)
     if isinstance(found, str):
         return {"": found}
     if isinstance(found, tuple):
@@ -60,19 +60,19 @@ def paths_at(seam: str) -> dict[str, str]:
         f"{name}.{part}" if part else name: path
         for name, value in named.items()
         for part, path in (
-            value._asdict() if isinstance(value, seams.ModelImplementation) else {"": value}
+            value._asdict() if isinstance(value, points.ModelImplementation) else {"": value}
         ).items()
     }
 
 
 PATHS = [
-    (seam, path) for seam in sorted({*SEAM_OF.values(), "NODE_AGENT"}) for path in paths_at(seam).values()
+    (point, path) for point in sorted({*POINT_OF.values(), "NODE_AGENT"}) for path in paths_at(point).values()
 ]
-ANNEX_PATHS = [(seam, path) for seam, path in PATHS if annex_of(package_of(path.partition(":")[0]))]
+ANNEX_PATHS = [(point, path) for point, path in PATHS if annex_of(package_of(path.partition(":")[0]))]
 
 
 def test_no_import_leads_from_outside_into_an_annex() -> None:
-    assert len(SEAM_OF) > 5
+    assert len(POINT_OF) > 5
     inward = [
         place
         for importer, imported, place in own_imports()
@@ -81,14 +81,14 @@ def test_no_import_leads_from_outside_into_an_annex() -> None:
     assert inward == []
 
 
-@pytest.mark.parametrize("annex", sorted(SEAM_OF))
-def test_an_annex_is_named_at_the_seam_that_it_says(annex: str) -> None:
-    assert any(path.startswith(f"{annex}.") for path in paths_at(SEAM_OF[annex]).values())
+@pytest.mark.parametrize("annex", sorted(POINT_OF))
+def test_an_annex_is_named_at_the_point_that_it_says(annex: str) -> None:
+    assert any(path.startswith(f"{annex}.") for path in paths_at(POINT_OF[annex]).values())
 
 
-@pytest.mark.parametrize(("seam", "path"), ANNEX_PATHS)
-def test_naming_an_annex_loads_it(seam: str, path: str) -> None:
-    assert callable(import_object(seam, path))
+@pytest.mark.parametrize(("point", "path"), ANNEX_PATHS)
+def test_naming_an_annex_loads_it(point: str, path: str) -> None:
+    assert callable(import_object(point, path))
 
 
 def without_annexes(program: str, folder: Path) -> list[str]:
@@ -139,8 +139,8 @@ def test_regions_compile_without_the_code_generators(tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     printed = without_annexes(
         """
-from minivllm.plugins import seams
-seams.CODE_GENERATORS = ()
+from minivllm.plugins import points
+points.CODE_GENERATORS = ()
 import torch
 from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.packed.whole_numbers import WholeNumbers, whole_numbers_linear

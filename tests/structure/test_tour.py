@@ -60,14 +60,14 @@ def test_a_reader_opens_twelve_files_and_the_list_names_them_all() -> None:
     assert lines <= MOST_LINES, f"the files of the tour have {lines} lines together"
 
 
-def test_the_seams_of_the_tour_are_public_and_where_their_links_lead() -> None:
-    table = TEXT.split("| | seam | worked example |")[1].split("\n\n")[0]
+def test_the_extension_points_of_the_tour_are_public_and_where_their_links_lead() -> None:
+    table = TEXT.split("| | extension point | worked example |")[1].split("\n\n")[0]
     rows = [row for row in table.splitlines() if row.startswith("| a")]
     assert len(rows) == 5
     for row in rows:
-        _, what, seam, example, _ = row.split("|")
-        names = re.findall(r"\[`(\w+)`\]\(([\w/.]+)\.py\)", seam)
-        assert names and len(names) == seam.count("["), f"a link for each name: {seam}"
+        _, what, point, example, _ = row.split("|")
+        names = re.findall(r"\[`(\w+)`\]\(([\w/.]+)\.py\)", point)
+        assert names and len(names) == point.count("["), f"a link for each name: {point}"
         for name, file in names:
             module = importlib.import_module(f"minivllm.{file.replace('/', '.')}")
             assert hasattr(module, name), f"{what}: {file} has no {name}"

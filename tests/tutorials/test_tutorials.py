@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.plugins.seams import ATTENTION, DRAFTERS, POLICIES
+from minivllm.plugins.points import ATTENTION, DRAFTERS, POLICIES
 from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()
@@ -201,16 +201,16 @@ def test_a_chapter_calls_a_request_it_and_spells_out_no_count_of_lines(chapter: 
 
 def test_the_names_that_chapters_register_are_names_that_can_be_registered() -> None:
     """Also those of the chapters that only the slow tests run."""
-    seams = {"register_attention": ATTENTION, "register_drafter": DRAFTERS, "register_policy": POLICIES}
+    points = {"register_attention": ATTENTION, "register_drafter": DRAFTERS, "register_policy": POLICIES}
     registered = []
     for path in sorted(FOLDER.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in seams:
-                name, seam = node.args[0], seams[node.func.id]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in points:
+                name, point = node.args[0], points[node.func.id]
                 assert isinstance(name, ast.Constant), f"{path.name}, line {node.lineno}"
-                seam.register(str(name.value), object())
+                point.register(str(name.value), object())
                 registered.append(node.func.id)
-    assert set(registered) == set(seams)
+    assert set(registered) == set(points)
 
 
 @each_chapter

@@ -32,7 +32,7 @@ from minivllm.bench.simulation.step_time import StepTime, fit_step_time, parse_s
 from minivllm.cli.engine.options import with_options
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import POLICIES, ROUTING
+from minivllm.plugins.points import POLICIES, ROUTING
 from minivllm.scheduler.policy import make_policy
 
 VOCAB_SIZE = 2**31

@@ -21,7 +21,7 @@ from minivllm.cli.trace.prefixes import MOST_NODES, print_tree
 from minivllm.cli.trace.ranks import MICROSECONDS_PER_STEP, rank_events, rank_text
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
-from minivllm.plugins.seams import POLICIES
+from minivllm.plugins.points import POLICIES
 from minivllm.scheduler.policy import make_policy
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""All seams: what can be plugged in, by name.
+"""All extension points: what can be plugged in, by name.
 
 Annexes, folders that few starts need, are named here alone: no import leads into them from outside.
 """
