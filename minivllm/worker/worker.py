@@ -100,13 +100,10 @@ class Worker:
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
-        scheduler, drafts = (
-            self.config.scheduler,
-            getattr(self.config.speculative, "num_speculative_tokens", 0),
-        )
-        rows = rounded_capacity(
-            (1 + drafts) * max(scheduler.max_num_seqs, 64) + 2
-        )  # at least those of the warm-up
+        scheduler = self.config.scheduler
+        drafts = getattr(self.config.speculative, "num_speculative_tokens", 0)
+        # At least the rows of the warm-up.
+        rows = rounded_capacity((1 + drafts) * max(scheduler.max_num_seqs, 64) + 2)
         tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2))
         return RegionCompiler(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
 
@@ -163,10 +160,8 @@ class Worker:
     @torch.inference_mode()
     def _profile_step(self) -> None:
         """Run the largest step there can be, on a cache of two blocks, so that its memory can be measured."""
-        scheduler, groups = (
-            self.config.scheduler,
-            tuple(replace(group, num_blocks=2) for group in self._new_groups()),
-        )
+        groups = tuple(replace(group, num_blocks=2) for group in self._new_groups())
+        scheduler = self.config.scheduler
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
         limits = RunnerLimits(-(-tokens // length), tokens, length, groups)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
@@ -266,9 +261,8 @@ class Worker:
 
     def build_progress(self) -> tuple[int, int, bool]:
         """(regions that are built, all regions, whether a process in the background is building)."""
-        is_building = (
-            self._compiler.is_building
-        )  # asked first: a build that ends in between has left its package
+        # Asked first: a build that ends in between has left its package.
+        is_building = self._compiler.is_building
         return self._compiler.num_built(), self._compiler.num_regions, is_building
 
     @torch.inference_mode()
