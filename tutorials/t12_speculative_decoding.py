@@ -8,9 +8,8 @@ scheduler of chapter 5 that is nothing new: a request with four guesses lacks fi
 
 # %% [markdown]
 # ## A drafter that is as good as we like
-# ``Drafter`` is the extension point: it sees the tokens so far and proposes some. This one has read the answer
-# in advance, and forgets it with a given probability, position by position. It is of no use except to see how
-# much a
+# ``Drafter`` is the extension point: it sees the tokens so far and proposes some. This one has read the
+# answer in advance, and forgets it with a given probability, position by position. It shows how much a
 # drafter is worth.
 
 # %%

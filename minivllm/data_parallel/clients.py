@@ -34,6 +34,7 @@ from minivllm.data_parallel.router import Router
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient, WaitingClient
 from minivllm.engine_process.protocol.clients import DeathListener
+from minivllm.engine_process.protocol.pixels import NO_PIXELS, PixelAnswers
 from minivllm.errors import EngineDeadError, EngineLostError, MinivllmError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 
@@ -64,6 +65,7 @@ class AsyncDataParallelClient:
             self.config.cache.enable_prefix_caching,
         )
         self.dead_error: EngineDeadError | None = None
+        self._answers = NO_PIXELS
         self._on_outputs: OnOutputs
         self._on_death: DeathListener = _ignore
         self._orders = StandingOrders()
@@ -88,6 +90,12 @@ class AsyncDataParallelClient:
     def pids(self) -> list[int]:
         """Process ids of the engines."""
         return [one.client.pid for one in self._replicas]
+
+    def serve_pixels(self, answers: PixelAnswers) -> None:
+        """Answer the questions of all engines with these from now on."""
+        self._answers = answers
+        for one in self._replicas:
+            one.client.serve_pixels(answers)
 
     def start(self, on_outputs: OnOutputs, on_death: DeathListener) -> None:
         """Begin to receive in the running event loop. on_death is called for every engine that dies, with its
@@ -227,6 +235,7 @@ class AsyncDataParallelClient:
             client: AsyncProcessClient | None = None
             try:
                 client = await one.start(self._connect)
+                client.serve_pixels(self._answers)
                 client.start(self._take_in, partial(self._take_death, one, client))
                 async with self._changing:
                     for method, args in self._orders:
@@ -322,6 +331,9 @@ class DataParallelClient(WaitingClient):
     def pids(self) -> list[int]:
         """Process ids of the engines."""
         return self._client.pids
+
+    def serve_pixels(self, answers: PixelAnswers) -> None:
+        self._in_loop(self._client.serve_pixels, answers)
 
     def add_request(self, request: EngineRequest) -> None:
         self._in_loop(self._client.add_request, request)

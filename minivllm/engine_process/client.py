@@ -15,7 +15,7 @@ from minivllm.engine.administration import Administration
 from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.engine_process.protocol.clients import EngineClient
-from minivllm.engine_process.protocol.pixels import AnswersQuestions
+from minivllm.engine_process.protocol.pixels import NO_PIXELS, PixelAnswers
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.plugins.plugin import import_object
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minivllm.specs.facts import ModelFacts
 
 
-class InProcessClient(AnswersQuestions):
+class InProcessClient:
     """Runs one step of the core per ``get_outputs``."""
 
     def __init__(self, core: EngineCore, model_vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -38,8 +38,12 @@ class InProcessClient(AnswersQuestions):
         self.administration = Administration(core)
         self.model_vocab_size = model_vocab_size
         self.eos_token_ids = eos_token_ids
+        self._answers = NO_PIXELS
         self._questions: list[bytes] = []
         core.ask_for_pixels(self._questions.extend)
+
+    def serve_pixels(self, answers: PixelAnswers) -> None:
+        self._answers = answers
 
     def add_request(self, request: EngineRequest) -> None:
         self.core.add_request(request)
@@ -50,7 +54,7 @@ class InProcessClient(AnswersQuestions):
     def get_outputs(self) -> list[EngineOutput]:
         """One step. An empty list means that nothing came out, not that nothing is left to do."""
         while self._questions:
-            self.core.take_pixels(self._answer(self._questions.pop(0)))
+            self.core.take_pixels(self._answers.source(self._questions.pop(0)))
         if not self.core.has_work():
             self.core.take_transfers(may_wait=True)
         return self.core.step()

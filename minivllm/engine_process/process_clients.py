@@ -20,7 +20,7 @@ import zmq
 
 from minivllm.engine_process import frames
 from minivllm.engine_process.connection import DIED_STATUS, FINAL_MESSAGE_SECONDS, EngineConnection
-from minivllm.engine_process.protocol.pixels import AnswersQuestions, WantPixels
+from minivllm.engine_process.protocol.pixels import NO_PIXELS, PixelAnswers, WantPixels
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
@@ -28,7 +28,7 @@ TICK_SECONDS, ASYNC_TICK_SECONDS = 1.0, 0.5
 """How often a client that waits, and one in an event loop, asks for a sign of life."""
 
 
-class _Client(AnswersQuestions):
+class _Client:
     """What both clients hold. pid: process id of the engine."""
 
     def __init__(self, connection: EngineConnection) -> None:
@@ -36,6 +36,11 @@ class _Client(AnswersQuestions):
         ready = connection.ready
         self.config, self.kv_groups = ready.config, ready.kv_groups
         self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
+        self._answers = NO_PIXELS
+
+    def serve_pixels(self, answers: PixelAnswers) -> None:
+        """Answer the engine's questions with these from now on."""
+        self._answers = answers
 
 
 class WaitingClient(ABC):
@@ -125,7 +130,7 @@ class ProcessClient(_Client, WaitingClient):
         if isinstance(message, frames.Outputs):
             self._buffered.append(message.outputs)
         if isinstance(message, WantPixels):
-            for pixels in self.answers(message.digests):
+            for pixels in self._answers.each(message.digests):
                 connection.send(pixels)
         return message if isinstance(message, frames.Result) else None
 
@@ -255,7 +260,7 @@ class AsyncProcessClient(_Client):
     async def _answer_all(self, digests: list[bytes]) -> None:
         self._tasks = [task for task in self._tasks if not task.done()]
         with suppress(EngineDeadError):
-            async for pixels in self.answers_from_threads(digests):
+            async for pixels in self._answers.from_threads(digests):
                 self._connection.send(pixels)
 
     def _take_result(self, result: frames.Result) -> None:

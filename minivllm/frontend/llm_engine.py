@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
-from minivllm.engine_process.protocol.pixels import AnswersQuestions
+from minivllm.engine_process.protocol.pixels import PixelAnswers
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.processing.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -54,8 +54,8 @@ class TextFrontend(InputProcessor):
             model_vocab_size=client.model_vocab_size,
             eos_token_ids=self.eos_token_ids,
         )
-        if self.images is not None and isinstance(client, AnswersQuestions):
-            client.serve_pixels(self.images.pixels)
+        if self.images is not None:
+            client.serve_pixels(PixelAnswers(self.images.pixels))
         self.output_processor = OutputProcessor(
             None if tokenizer is None else TokenDecoder(tokenizer.backend)
         )

@@ -112,17 +112,4 @@ def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation:
         return "Images need Pillow: pip install 'minivllm[images]'."
     if most == 0:
         return "The engine was started with limit_mm_per_prompt={'image': 0}."
-    method = (args.speculative_config or {}).get("method")
-    others = {
-        f"tensor_parallel_size={args.tensor_parallel_size}": args.tensor_parallel_size > 1,
-        f"pipeline_parallel_size={args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,
-        f"data_parallel_size={args.data_parallel_size}": args.data_parallel_size > 1,
-        f"distributed_executor_backend={args.executor!r}": args.executor != "uni",
-        "kv_transfer_config": args.kv_transfer_config is not None,
-        f"the speculative method {method!r}": method is not None,
-        "enable_lora": args.enable_lora,
-    }
-    for name, is_given in others.items():
-        if is_given:
-            return f"Images are not served together with {name} yet."
     return ""

@@ -27,10 +27,8 @@ from minivllm.server.protocol import completions as texts
 from minivllm.server.protocol import operation as ops
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
-from minivllm.server.service.settings import ServerSettings
+from minivllm.server.service.settings import with_images
 
-MAX_BODY_BYTES_WITH_IMAGES = 32 * 2**20
-"""Where the model sees, if the operator has left max_body_bytes as it is."""
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
 GENERATING = documented(400, 401, 404, 413, 415, 429, 500, 503, 504)
@@ -84,8 +82,8 @@ def build_app(service: Service) -> ASGIApp:
     inner = _with_head(_strict(app) if settings.strict else app)
     bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
     most = settings.max_body_bytes
-    if service.sees and most == ServerSettings.max_body_bytes:
-        most = MAX_BODY_BYTES_WITH_IMAGES
+    if service.sees:
+        most = with_images(most)
     wrapped: ASGIApp = BodyLimit(inner, most, max(MAX_TOTAL_BODY_BYTES, 2 * most), bounds)
     wrapped = RequireKey(wrapped, settings.api_keys)
     if settings.cors_origins:

@@ -66,10 +66,8 @@ def size_groups(
     elif cache.memory_bytes is not None:
         groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
     else:
-        fitting, enough = (
-            fit_pools(groups, free_bytes(), limits)[0].num_blocks,
-            enough_blocks(groups[0], limits),
-        )
+        fitting = fit_pools(groups, free_bytes(), limits)[0].num_blocks
+        enough = enough_blocks(groups[0], limits)
         if config.device != "cpu":
             fitting = max(coarse(fitting), min(fitting, needed))
         groups = size_pools(groups, min(fitting, enough), limits)

@@ -54,7 +54,8 @@ class DecoderLoader:
     def make(
         self, config: EngineConfig, facts: DecoderConfig, others: OtherWorkers, settings: Mapping[str, Any]
     ) -> Decoder:
-        more: dict[str, Any] = {"sees": config.images is not None}
+        is_first = others.stage is None or others.stage.is_first
+        more: dict[str, Any] = {"sees": config.images is not None and is_first}
         if config.speculative is not None and config.speculative.eagle_version is not None:
             more["embeds_last"] = True
         if others.group is not None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -99,13 +100,10 @@ class Worker:
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
-        scheduler, drafts = (
-            self.config.scheduler,
-            getattr(self.config.speculative, "num_speculative_tokens", 0),
-        )
-        rows = rounded_capacity(
-            (1 + drafts) * max(scheduler.max_num_seqs, 64) + 2
-        )  # at least those of the warm-up
+        scheduler = self.config.scheduler
+        drafts = getattr(self.config.speculative, "num_speculative_tokens", 0)
+        # At least the rows of the warm-up.
+        rows = rounded_capacity((1 + drafts) * max(scheduler.max_num_seqs, 64) + 2)
         tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2))
         return RegionCompiler(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
 
@@ -118,7 +116,7 @@ class Worker:
         logger.info("Reading the weights of %s …", self.config.model)
         self._model, log_choices = load_model(self.config, self.facts, self._others)
         self._draft_model = load_draft_model(self.config, self._model, self._stage)
-        if self.config.images is not None:
+        if self.config.images is not None and self._stage.is_first:
             eye = load_eye(self.config, self.config.images, self.device)
             self._images = EncodedImages(eye, self.config.images)
         if self.config.lora is not None:
@@ -144,7 +142,7 @@ class Worker:
 
         def free_bytes() -> int:
             free = cache_memory(self.device, utilization, self._profile_step)
-            if self.config.images is not None:
+            if self._images is not None and self.config.images is not None:
                 free = max(0, free - self.config.images.encoder_cache_bytes)
             # The workers of a host share its memory, and each node has as many of them; a GPU has its own.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
@@ -162,10 +160,8 @@ class Worker:
     @torch.inference_mode()
     def _profile_step(self) -> None:
         """Run the largest step there can be, on a cache of two blocks, so that its memory can be measured."""
-        scheduler, groups = (
-            self.config.scheduler,
-            tuple(replace(group, num_blocks=2) for group in self._new_groups()),
-        )
+        groups = tuple(replace(group, num_blocks=2) for group in self._new_groups())
+        scheduler = self.config.scheduler
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
         limits = RunnerLimits(-(-tokens // length), tokens, length, groups)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
@@ -254,19 +250,19 @@ class Worker:
         run_on_null_block(self.runner, counts)
         for batch in self.runner.paged_model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
-        if self._images is not None:
-            with self._images.everywhere():
+        if self.config.images is not None:  # on all stages: they exchange what the first one made of images
+            with nullcontext() if self._images is None else self._images.everywhere():
                 run_on_null_block(self.runner, counts)
                 run_on_null_block(self.runner, [1])
+        if self._images is not None:
             self._images.encode_zeros(1)
         compiler.freeze()
         logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 
     def build_progress(self) -> tuple[int, int, bool]:
         """(regions that are built, all regions, whether a process in the background is building)."""
-        is_building = (
-            self._compiler.is_building
-        )  # asked first: a build that ends in between has left its package
+        # Asked first: a build that ends in between has left its package.
+        is_building = self._compiler.is_building
         return self._compiler.num_built(), self._compiler.num_regions, is_building
 
     @torch.inference_mode()
@@ -354,8 +350,7 @@ class Worker:
         if step.block_copies:
             with span("copy_blocks"):
                 self.runner.copy_blocks(step.block_copies)
-        if step.encode or step.forget:
-            assert self._images is not None
+        if self._images is not None and (step.encode or step.forget):
             with span("encode"):
                 self._images.apply(step.forget, step.encode)
         if connector is None or metadata is None:

@@ -20,23 +20,10 @@ from tests.multimodal.models import expected, picture, prompt
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size=2"),
-        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2"),
-        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend='mp'"),
-        ({"speculative_config": {"method": "ngram"}}, "the speculative method 'ngram'"),
-        ({"enable_lora": True}, "enable_lora"),
-        ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt={'image': 0}"),
-    ],
-)
-def test_what_images_do_not_go_with(
-    directories: dict[str, Path], arguments: dict[str, Any], reason: str
-) -> None:
-    config, _ = resolve(EngineArgs(model=str(directories["clip"]), device="cpu", **arguments))
-    assert config.images is None and reason in config.no_images
+def test_no_images_are_asked_for(directories: dict[str, Path]) -> None:
+    arguments = {"model": str(directories["clip"]), "limit_mm_per_prompt": {"image": 0}}
+    config, _ = resolve(EngineArgs(device="cpu", **arguments))
+    assert config.images is None and "limit_mm_per_prompt={'image': 0}" in config.no_images
 
 
 def test_a_model_without_its_encoder_reads_text(directories: dict[str, Path]) -> None:

@@ -689,11 +689,31 @@ def test_prompts_that_begin_alike_go_to_one_server_unless_it_is_busier() -> None
             101,
         ),
         ("/v1/responses", b'{"input": "%s", "instructions": "%s"}' % (b"x" * 40, b"y" * 40), 20),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"content": [{"image_url": {"url": "data:%s"}}]}]}' % (b"x" * 9000),
+            1024,
+        ),
+        ("/v1/responses", b'{"input": [{"content": [{"image_url": "data:%s"}]}]}' % (b"x" * 9000), 1024),
         ("/v1/responses", b"no json", 0),
     ],
 )
 def test_how_long_a_prompt_is_about(path: str, body: bytes, num_tokens: int) -> None:
     assert Prompt(path, body).num_tokens == num_tokens
+
+
+def test_a_prefix_holds_what_follows_an_image() -> None:
+    def prefix(image: str, text: str) -> bytes:
+        parts = [
+            {"type": "input_image", "image_url": f"data:{image * 9000}"},
+            {"type": "input_text", "text": text},
+        ]
+        return Prompt(
+            "/v1/responses", json.dumps({"input": [{"role": "user", "content": parts}]}).encode()
+        ).prefix
+
+    assert prefix("a", "What?") == prefix("a", "What?")
+    assert len({prefix("a", "What?"), prefix("b", "What?"), prefix("a", "Why?")}) == 3
 
 
 def test_parameters_of_transfers_are_refused_whatever_they_hold() -> None:

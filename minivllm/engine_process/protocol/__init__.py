@@ -1,5 +1,5 @@
 """What frontends and engines are to each other: clients as protocols, and answers to an engine's questions.
 
 May import: config, multimodal.
-Door: `EngineClient` and `AsyncEngineClient` in clients.py, `AnswersQuestions` in pixels.py.
+Door: `EngineClient` and `AsyncEngineClient` in clients.py, `PixelAnswers` in pixels.py.
 """

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from minivllm.config import EngineConfig
+from minivllm.engine_process.protocol.pixels import PixelAnswers
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
@@ -17,6 +18,8 @@ class EngineClient(Protocol):
     config: EngineConfig
     model_vocab_size: int
     eos_token_ids: tuple[int, ...]
+
+    def serve_pixels(self, answers: PixelAnswers) -> None: ...
 
     def add_request(self, request: EngineRequest) -> None: ...
 
@@ -64,6 +67,8 @@ class AsyncEngineClient(Protocol):
 
     @property
     def dead_error(self) -> EngineDeadError | None: ...
+
+    def serve_pixels(self, answers: PixelAnswers) -> None: ...
 
     def start(
         self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]], on_death: DeathListener

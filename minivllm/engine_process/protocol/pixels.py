@@ -22,31 +22,24 @@ class WantPixels(msgspec.Struct, frozen=True, tag="want pixels"):
     digests: list[bytes]
 
 
-class AnswersQuestions:
-    """What clients have in common whose engine sees."""
+class PixelAnswers:
+    """The answers of a frontend. Its threads are shared by all clients that it is given to."""
 
-    _source: PixelSource | None = None
-    _pool: ThreadPoolExecutor | None = None
-
-    def serve_pixels(self, source: PixelSource) -> None:
-        """Answer with this from now on."""
-        self._source = source
+    def __init__(self, source: PixelSource) -> None:
+        self.source = source
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
 
-    def answers(self, digests: Iterable[bytes]) -> Iterator[PixelTensors]:
+    def each(self, digests: Iterable[bytes]) -> Iterator[PixelTensors]:
         """Of each image, in their order, made here."""
-        for digest in digests:
-            yield self._answer(digest)
+        return map(self.source, digests)
 
-    async def answers_from_threads(self, digests: Sequence[bytes]) -> AsyncIterator[PixelTensors]:
+    async def from_threads(self, digests: Sequence[bytes]) -> AsyncIterator[PixelTensors]:
         """Of each image as soon as it is made, beside the event loop."""
         loop = asyncio.get_running_loop()
         for done in asyncio.as_completed(
-            [loop.run_in_executor(self._pool, self._answer, one) for one in digests]
+            [loop.run_in_executor(self._pool, self.source, one) for one in digests]
         ):
             yield await done
 
-    def _answer(self, digest: bytes) -> PixelTensors:
-        if self._source is None:
-            return PixelTensors(digest, error="This frontend has no images.")
-        return self._source(digest)
+
+NO_PIXELS = PixelAnswers(lambda digest: PixelTensors(digest, error="This frontend has no images."))

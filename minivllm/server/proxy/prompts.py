@@ -3,6 +3,7 @@ the approximate length of the prompt, its beginning, the body for prefill."""
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -40,6 +41,8 @@ NOT_FOR_PREFILL = frozenset(
 """Fields for the answer alone, which would make a single token cost more, or be refused."""
 BYTES_PER_TOKEN = 4
 """Of text, about: the proxy has no tokenizer."""
+IMAGE_TOKENS = 1024
+"""Of an image, about: the proxy knows neither its size nor the model."""
 PREFIX_BYTES = 1024
 
 
@@ -57,7 +60,7 @@ class Prompt:
             self._fields = {}
         if "kv_transfer_params" in self._fields:
             raise unsupported("kv_transfer_params", "is not for clients: leave it out.")
-        parts: list[Any] = [self._fields.get(name) for name in PROMPT_FIELDS[path]]
+        parts: list[Any] = [_with_digests(self._fields.get(name)) for name in PROMPT_FIELDS[path]]
         self.num_tokens = (
             max(map(_length, parts[0])) if _are_several(path, parts[0]) else sum(map(_length, parts))
         )
@@ -79,8 +82,30 @@ def _are_several(path: str, prompt: Any) -> bool:
     )
 
 
+class _ImageDigest(msgspec.Struct, frozen=True):
+    """Stands for the data URL of an image."""
+
+    sha256: str
+
+
+def _with_digests(value: Any) -> Any:
+    """A prompt whose images are digests: their bytes are no text, and would be all that a prefix holds."""
+    if isinstance(value, list):
+        return [_with_digests(one) for one in value] if value and not isinstance(value[0], int) else value
+    if not isinstance(value, dict):
+        return value
+    changed = {name: _with_digests(one) for name, one in value.items()}
+    image = value.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if isinstance(url, str):
+        changed["image_url"] = _ImageDigest(sha256(url.encode(errors="replace")).hexdigest())
+    return changed
+
+
 def _length(value: Any) -> int:
     """Tokens of a prompt, or of its parts, about."""
+    if isinstance(value, _ImageDigest):
+        return IMAGE_TOKENS
     if isinstance(value, str):
         return len(value) // BYTES_PER_TOKEN
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import AccessLog, BodyLimit, RequireKey
 from minivllm.server.proxy.prompts import PROMPT_FIELDS
 from minivllm.server.proxy.relay import Relay, unreachable
+from minivllm.server.service.settings import with_images
 
 FORWARDED = {
     "GET": ("/v1/models", "/v1/models/{name:path}", "/version"),
@@ -58,7 +59,8 @@ def build_proxy_app(
 
     for path, function in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
         app.add_api_route(path, function, methods=["GET"], response_model=None)
-    wrapped: ASGIApp = BodyLimit(app, max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * max_body_bytes), BOUNDS)
+    most = with_images(max_body_bytes)  # servers whose model reads text only refuse larger ones themselves
+    wrapped: ASGIApp = BodyLimit(app, most, max(MAX_TOTAL_BODY_BYTES, 2 * most), BOUNDS)
     return AccessLog(KnownHosts(RequireKey(wrapped, api_keys), known_hosts), relay.metrics)
 
 

@@ -134,3 +134,8 @@ class ServerSettings:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return True
+
+
+def with_images(max_body_bytes: int) -> int:
+    """The largest body where a model sees: 32 MiB, unless the operator has chosen another limit."""
+    return 32 * 2**20 if max_body_bytes == ServerSettings.max_body_bytes else max_body_bytes
