@@ -120,7 +120,10 @@ def test_greedy_tokens_equal_transformers_under_every_token_budget(
     assert_budgets_equal_transformers(tiny_model(family), budget)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in DISTINCT_FAMILIES else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES],
+)
 def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly(
     tiny_model: TinyModel, family: str
 ) -> None:

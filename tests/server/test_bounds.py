@@ -371,7 +371,7 @@ def test_a_body_that_has_arrived_is_not_late_because_the_server_is_busy(strict: 
     assert _read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("number", [500, 2000])
+@pytest.mark.parametrize("number", [500, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_burst_of_connections_is_served_while_the_queue_has_room(scripts: Scripts, number: int) -> None:
     """The client connects them all before it sends the first request."""
     body = b'{"prompt": "say:one", "max_tokens": 1}'

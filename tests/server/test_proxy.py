@@ -587,8 +587,11 @@ def test_few_connections_are_made_at_a_time(pair: RunningProxy, monkeypatch: pyt
     assert len(numbers) >= 11 and max(numbers) == 3
 
 
-def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[ServedCore]]) -> None:
-    """500 clients at once, each with a connection of its own to the proxy,
+@pytest.mark.parametrize("number", [150, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_burst_of_requests_reaches_both_servers(
+    servers: Callable[[int], list[ServedCore]], number: int
+) -> None:
+    """So many clients at once, each with a connection of its own to the proxy,
     which opens as many to its servers."""
     prefill, decode = servers(2)
     for one in (prefill, decode):
@@ -598,7 +601,9 @@ def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[
     data = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     async def ask_all(port: int) -> set[bytes]:
-        connections = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(500)))
+        connections = await asyncio.gather(
+            *(asyncio.open_connection("127.0.0.1", port) for _ in range(number))
+        )
         for _, writer in connections:
             writer.write(data)
         answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
@@ -608,7 +613,7 @@ def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[
 
     with proxied([prefill], [decode], prefill_timeout=120.0) as proxy:
         assert asyncio.run(ask_all(int(proxy.url.rpartition(":")[2]))) == {b"200"}
-        assert proxy.ways() == {"prefill": 500, "prefill_failed": 0, "decode_alone": 0}
+        assert proxy.ways() == {"prefill": number, "prefill_failed": 0, "decode_alone": 0}
 
 
 def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:

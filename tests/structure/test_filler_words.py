@@ -50,7 +50,9 @@ def counted() -> dict[str, int]:
     counts: Counter[str] = Counter()
     for folder in FOLDERS:
         for path in ROOT.glob(f"{folder}/**/*.py"):
-            if path != Path(__file__) and "packages" not in path.parts:
+            if path == Path(__file__) or "packages" in path.parts:
+                continue
+            if FILLERS.search(path.read_text(encoding="utf-8")):  # to parse all files takes seconds
                 counts[folder_of(path)] += len(FILLERS.findall(prose(path)))
     return {folder: count for folder, count in sorted(counts.items()) if count}
 
