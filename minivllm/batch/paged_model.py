@@ -25,9 +25,9 @@ from minivllm.compilation.row_counts import RowCounts
 from minivllm.device.policy import DevicePolicy
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
+from minivllm.models.mixers.factory import make_update
 from minivllm.models.mixers.mixer import StateUpdate
-from minivllm.models.mixers.registry import make_update
-from minivllm.models.model import Attend, Given, Hidden, Model
+from minivllm.models.model import Attend, AttendWeights, Hidden, Model
 from minivllm.profiling.spans import span
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import NO_CACHE, CacheSpec, LayerCache, StateSpec, StateTensors
@@ -223,25 +223,25 @@ class PagedModel:
         """The attention of every layer over this step, or the update of its state."""
         caches, layers, backends, backend_of = self.caches, self.layers, self.backends, self._backend_of
 
-        def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
+        def attend(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
             index, cache, spec = backend_of[layer], caches[layer], layers[layer][1]
             metadata = inputs.attention[index]
             if index >= len(backends):
-                assert isinstance(given, tuple)
+                assert isinstance(weights, tuple)
                 rows, prepared = metadata
                 with span("state"):
-                    return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, given)
+                    return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, weights)
             assert (
                 isinstance(spec, AttentionSpec)
                 and isinstance(cache, LayerCache)
-                and not isinstance(given, tuple)
+                and not isinstance(weights, tuple)
             )
             with span("attention"):
-                if spec.has_sinks == (given is None):
+                if spec.has_sinks == (weights is None):
                     raise TypeError(
                         f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}."
                     )
-                return backends[index].attend(metadata, cache, spec, q, given)
+                return backends[index].attend(metadata, cache, spec, q, weights)
 
         return attend
 

@@ -23,7 +23,7 @@ from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.config import CudaGraphMode
 from minivllm.graphs.graph_capture import CudaGraphs, GraphBackend, GraphCapture
-from minivllm.models.model import Given, Hidden
+from minivllm.models.model import AttendWeights, Hidden
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import CacheSpec, StateSpec
 from minivllm.specs.layers import StateMixerSpec
@@ -182,7 +182,7 @@ class StepGraphs:
         self._inputs = inputs
         specs = self._model.model.attention_specs
 
-        def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
+        def attend(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
             spec = specs[layer]
             if isinstance(spec, StateMixerSpec):
                 shape: tuple[int, ...] = len(q), spec.widths[1]
@@ -192,7 +192,7 @@ class StepGraphs:
 
             def run() -> None:
                 assert self._inputs is not None
-                o.copy_(self._model.attend(self._inputs)(layer, q, given))
+                o.copy_(self._model.attend(self._inputs)(layer, q, weights))
 
             capture.run_between(run)
             return o

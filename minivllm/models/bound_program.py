@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivllm.compilation.regions import CompileRegion, TensorSpec, flatten
-from minivllm.models.model import Given, Hidden, TokenInputs
+from minivllm.models.model import AttendWeights, Hidden, TokenInputs
 from minivllm.program.fuse import Plan
 from minivllm.program.program import Name, Tree, World
 from minivllm.program.runner import Runner
@@ -83,6 +83,6 @@ class BoundProgram:
         self._body.join(nothing, world)
 
 
-def no_attention(layer: int, q: Tensor, given: Given = None) -> Tensor:
+def no_attention(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
     """In a world where nothing attends."""
     raise AssertionError("nothing attends here")

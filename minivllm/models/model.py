@@ -30,7 +30,7 @@ from minivllm.weights.stored_weight import StoredWeight
 Hidden = tuple[Tensor, ...]
 """What a model computed of a step: tensors [tokens, …], whose meaning is its own business."""
 
-Given = Tensor | tuple[Tensor, ...] | None
+AttendWeights = Tensor | tuple[Tensor, ...] | None
 """What a layer hands over beside its queries:
 attention's sinks, or the weights that a state is updated with."""
 
@@ -39,11 +39,11 @@ class Attend(Protocol):
     """Attention of one layer over everything that the caches hold;
     in layers that keep a state, its update."""
 
-    def __call__(self, layer: int, q: Tensor, given: Given = None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
         """q [tokens, kv_heads, G, D] -> o of the same dtype, and shape: only with the spec's value_dim in the
-        place of D, if it has one. given: sinks, float32 [query heads], where the layer's spec has them. In a
-        layer that keeps a state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given are the weights of
-        the update."""
+        place of D, if it has one. weights: sinks, float32 [query heads], where its spec has them. In a layer
+        that keeps a state: q [tokens, widths[0]] -> o [tokens, widths[1]]; weights are those of its update.
+        """
 
 
 class ImageRows(NamedTuple):

@@ -26,14 +26,14 @@ REGION_NAMES = {
     ("sum", "attend"): "queries",
     ("sum", "sum"): "mlp",
     ("sum", "largest"): "inner",
-    ("sum", "mean"): "projections",
+    ("sum", "squares"): "projections",
     ("sum", "share"): "enter",
     ("sum", "send"): "leave",
     ("sum", "gather"): "head",
     ("sum", "logits"): "head",
     ("sum", "h"): "hidden states",
     ("start", "features"): "features",
-    ("mean", "attend"): "rotary",
+    ("squares", "attend"): "rotary",
     ("largest", "sum"): "down",
     ("share", "combine"): "experts",
 }
@@ -82,7 +82,7 @@ LEAF = "·"
 
 
 def _rebuilt(structure: Tree, tensors: Sequence[Tensor], taken: int) -> tuple[Any, int]:
-    """The structure with the tensors from place ``taken`` on, and the place after them."""
+    """The structure with the tensors from index ``taken`` on, and the index after them."""
     if structure is None:
         return None, taken
     if not isinstance(structure, tuple):
@@ -117,8 +117,8 @@ class PickRows:
         return x[rows] if dim == 0 else x.index_select(dim, rows)
 
 
-class Run(NamedTuple):
-    """A region in a plan."""
+class FusedPieces(NamedTuple):
+    """Neighbouring pieces, which become one region."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -152,7 +152,7 @@ class Run(NamedTuple):
         )
 
 
-Step = Run | Seam
+Step = FusedPieces | Seam
 
 
 class Part(NamedTuple):
@@ -189,7 +189,7 @@ def fuse(
     """
     items = [item for item in program if isinstance(item, Piece) or item.is_real(ranks)]
     end = max(
-        (place for place, item in enumerate(items) if set(results) & item.gives.keys()),
+        (index for index, item in enumerate(items) if set(results) & item.gives.keys()),
         default=len(items) - 1,
     )
     items = items[: end + 1]
@@ -211,7 +211,7 @@ class _Fuser:
 
     def plan(self) -> Plan:
         cut = next(
-            (place for place, item in enumerate(self._items) if isinstance(item, Pick)), len(self._items)
+            (index for index, item in enumerate(self._items) if isinstance(item, Pick)), len(self._items)
         )
         names = tuple(name for name in self._inputs if name != "rows")
         if cut == len(self._items):
@@ -221,9 +221,9 @@ class _Fuser:
         self._walk(0, cut)
         following = dict.fromkeys(name for item in self._items[cut + 1 :] for name in item.reads)
         alive = [name for name in following if name in self._alive[cut] and name != "rows"]
-        given = {name for item in self._items[:cut] for name in item.gives}
-        kept = tuple(name for name in alive if name in given)
-        again = tuple(name for name in self._inputs if name in alive and name not in given)
+        written = {name for item in self._items[:cut] for name in item.gives}
+        kept = tuple(name for name in alive if name in written)
+        again = tuple(name for name in self._inputs if name in alive and name not in written)
         body = Part(names, self._taken(), kept, self._trees)
         trees = {name: self._trees[name] for name in alive}
         dims = tuple(_token_dim(trees[name]) for name in (*again, *kept))
@@ -233,7 +233,9 @@ class _Fuser:
         if any(isinstance(item, Seam) for item in self._items[cut + 1 :]):
             gives = (*again, *kept)
             self._steps = [
-                Run("pick", (picks,), picks.reads, gives, {**trees, "rows": self._trees["rows"]}, False)
+                FusedPieces(
+                    "pick", (picks,), picks.reads, gives, {**trees, "rows": self._trees["rows"]}, False
+                )
             ]
         else:
             self._add(picks)
@@ -241,15 +243,15 @@ class _Fuser:
         return Plan(body, Part((*kept, *again, "rows"), self._taken(), self._results, self._trees))
 
     def _walk(self, start: int, stop: int) -> None:
-        for place in range(start, stop):
-            item = self._items[place]
+        for index in range(start, stop):
+            item = self._items[index]
             if isinstance(item, Piece):
                 self._add(item)
                 continue
-            self._close(item.kind, item.reads, self._alive[place] - item.gives.keys())
+            self._close(item.kind, item.reads, self._alive[index] - item.gives.keys())
             self._steps.append(item)
             self._trees.update(item.gives)
-        # Whatever ends without a seam ends with the result.
+        # A program that ends without a seam ends with its result.
         self._close(
             self._results[0] if self._results else "end", (), self._alive[stop - 1] if stop else set()
         )
@@ -264,18 +266,18 @@ class _Fuser:
         """End the open region before a seam of the kind ``following``,
         which reads the registers ``first``."""
         if self._pieces:
-            read, given = list[Name](), list[Name]()
+            read, written = list[Name](), list[Name]()
             for piece in self._pieces:
                 read += [
-                    name for name in dict.fromkeys(piece.reads) if name not in given and name not in read
+                    name for name in dict.fromkeys(piece.reads) if name not in written and name not in read
                 ]
-                given += [name for name in piece.gives if name not in given]
+                written += [name for name in piece.gives if name not in written]
             wanted = dict.fromkeys((*first, *(name for name in self._trees if name in alive)))
-            gives = tuple(name for name in wanted if name in given)
+            gives = tuple(name for name in wanted if name in written)
             name = REGION_NAMES.get((self._previous, following), f"{self._previous} to {following}")
             inputs = {name: self._declared[name] for name in read}
             full = f"{self._label} {name}".strip()
-            self._steps.append(Run(full, tuple(self._pieces), tuple(read), gives, inputs))
+            self._steps.append(FusedPieces(full, tuple(self._pieces), tuple(read), gives, inputs))
             self._previous = "sum" if following == "combine" else following
             self._pieces = []
         elif self._previous == "start" and not self._steps:

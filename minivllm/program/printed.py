@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.compilation.regions import Size, TensorSpec, leaves
-from minivllm.program.fuse import Part, Plan, Run, Step
+from minivllm.program.fuse import FusedPieces, Part, Plan, Step
 from minivllm.program.program import Name, Tree
 
 
@@ -59,7 +59,7 @@ def _cut_after_attention(part: Part) -> Iterator[Sequence[Step]]:
     steps: list[Step] = []
     for step in part.steps:
         steps.append(step)
-        if not isinstance(step, Run) and step.kind == "attend":
+        if not isinstance(step, FusedPieces) and step.kind == "attend":
             yield steps
             steps = []
     if steps:
@@ -67,7 +67,7 @@ def _cut_after_attention(part: Part) -> Iterator[Sequence[Step]]:
 
 
 def _lines(step: Step) -> Iterator[Line]:
-    if not isinstance(step, Run):
+    if not isinstance(step, FusedPieces):
         computes = "" if step.code is None else repr(step.code)
         where, gives = where_class(type(step)), _shown(step.gives)
         yield Line("", type(step).__name__, ", ".join(step.reads), gives, computes, where, is_seam=True)

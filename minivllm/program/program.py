@@ -50,7 +50,7 @@ class Piece:
 class AttendFunction(Protocol):
     """Attention of one layer, or the update of its states; see ``models.model.Attend``."""
 
-    def __call__(self, layer: int, q: Tensor, given: Any = None) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, weights: Any = None) -> Tensor: ...
 
 
 class World(NamedTuple):

@@ -1,6 +1,6 @@
 """Runs a part of a program: region after region, seam after seam.
 
-Registers are one flat list of tensors. Names became places in it when the part was bound, and weights flat
+Registers are one flat list of tensors. Names became indices of it when the part was bound, and weights flat
 lists, so that little Python runs between two regions.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from minivllm.compilation.regions import CompileRegion, leaves
 from minivllm.compilation.row_counts import bound
 from minivllm.profiling.spans import span
-from minivllm.program.fuse import Part, Run
+from minivllm.program.fuse import FusedPieces, Part
 from minivllm.program.program import Name, Seam, World
 from minivllm.program.seams import Combine, Share
 
@@ -28,19 +28,19 @@ class Runner:
     def __init__(self, part: Part, compile_region: CompileRegion) -> None:
         """compile_region: makes what is called in place of a region's function."""
         self.inputs = part.inputs
-        self._places: dict[Name, tuple[int, ...]] = {}
+        self._indices: dict[Name, tuple[int, ...]] = {}
         count = 0
         for name in (*part.inputs, *part.trees):
-            if name not in self._places:
+            if name not in self._indices:
                 size = sum(1 for _ in leaves(part.trees[name]))
-                self._places[name] = tuple(range(count, count + size))
+                self._indices[name] = tuple(range(count, count + size))
                 count += size
-        self._num_inputs = sum(len(self._places[name]) for name in part.inputs)
+        self._num_inputs = sum(len(self._indices[name]) for name in part.inputs)
         self._room = [None] * (count - self._num_inputs)
         self._results = _picker(self._of(part.results))
         self._steps = [
             _RegionStep(step, self._of(step.reads), self._of(step.gives), compile_region)
-            if isinstance(step, Run)
+            if isinstance(step, FusedPieces)
             else _SeamStep(step, self._of(step.reads), self._of(tuple(step.gives)))
             for step in part.steps
         ]
@@ -48,7 +48,7 @@ class Runner:
         self.rebind()
 
     def _of(self, names: Sequence[Name]) -> list[int]:
-        return [place for name in names for place in self._places[name]]
+        return [index for name in names for index in self._indices[name]]
 
     def rebind(self) -> None:
         """Ask for all weights again: they were moved or replaced."""
@@ -71,16 +71,16 @@ class Runner:
 
 class _RegionStep:
     def __init__(
-        self, run: Run, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion
+        self, fused: FusedPieces, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion
     ) -> None:
-        self._run, self._name, self._pick, self._gives = run, run.name, _picker(reads), gives
+        self._fused, self._name, self._pick, self._gives = fused, fused.name, _picker(reads), gives
         self._only = gives[0] if len(gives) == 1 else None
-        region = run.region()
-        self._function: Callable[..., Any] = compile_region(region) if run.is_compiled else region.function
+        region = fused.region()
+        self._function: Callable[..., Any] = compile_region(region) if fused.is_compiled else region.function
         self._bound = self._function
 
     def rebind(self) -> None:
-        weights = [tensor for piece in self._run.pieces for tensor in leaves(piece.weights())]
+        weights = [tensor for piece in self._fused.pieces for tensor in leaves(piece.weights())]
         self._bound = bound(self._function, *weights)
 
     def run(self, registers: Registers, world: World) -> None:
@@ -89,8 +89,8 @@ class _RegionStep:
         if self._only is not None:
             registers[self._only] = out
         else:
-            for place, tensor in zip(self._gives, out):
-                registers[place] = tensor
+            for index, tensor in zip(self._gives, out):
+                registers[index] = tensor
 
 
 class _SeamStep:
@@ -103,8 +103,8 @@ class _SeamStep:
 
     def run(self, registers: Registers, world: World) -> None:
         out = self._cross(world, *self._pick(registers), *self._weights)
-        for place in self._gives:
-            registers[place] = out
+        for index in self._gives:
+            registers[index] = out
 
 
 _Step = _RegionStep | _SeamStep
@@ -123,11 +123,11 @@ def _shared_steps(steps: Sequence[_Step]) -> list[_Step]:
     return found
 
 
-def _picker(places: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
-    """Takes these places out of a list, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    if not places:
+def _picker(indices: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
+    """Takes these items out of a list, as a tuple."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    if not indices:
         return lambda registers: ()
-    (place,) = places
-    return lambda registers: (registers[place],)
+    (index,) = indices
+    return lambda registers: (registers[index],)

@@ -16,21 +16,21 @@ class Attend(Seam):
     kind = "attend"
 
     def __init__(
-        self, layer: int, output: Tree, given: Callable[[], Any], *, reads_stream: bool = True
+        self, layer: int, output: Tree, weights: Callable[[], Any], *, reads_stream: bool = True
     ) -> None:
-        """output: spec of o. given: sinks, or the weights of an update.
+        """output: spec of o. weights: sinks, or those of an update.
         reads_stream: a drafter may ask for the residual stream here."""
-        self._layer, self._given = layer, given
+        self._layer, self._weights = layer, weights
         self.reads, self.gives = ("q", "stream" if reads_stream else "q"), {"o": output}
 
     def weights(self) -> tuple[Any, ...]:
-        return (self._given(),)
+        return (self._weights(),)
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
-        q, stream, given = values
+        q, stream, weights = values
         if world.note_input is not None:
             world.note_input(self._layer, stream)
-        return world.attend(self._layer, q, given)
+        return world.attend(self._layer, q, weights)
 
 
 class _Exchange(Seam):
@@ -68,7 +68,7 @@ class Agree(_Exchange):
         source: Name | None = None,
         code: Code | None = None,
     ) -> None:
-        self.kind = "largest" if largest else "mean"
+        self.kind = "largest" if largest else "squares"
         self._takes_largest, self.code = largest, code
         self.reads, self.gives = (source or register,), {register: spec}
 

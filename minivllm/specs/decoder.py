@@ -15,7 +15,7 @@ class DecoderConfig:
 
     max_position_embeddings: tokens that a text may have, with the context's extension by YaRN or linear
     scaling. layers: one spec each, see ``specs.layers``. rotary: the rotary tables that they name by index.
-    rms_norm_eps: of the norm behind the last layer. embedding_scale: factor of the embeddings (not of a head
+    rms_norm_eps: of the norm after the last layer. embedding_scale: factor of the embeddings (not of a head
     that shares their weights). logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap
     * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
     quantization: how its linear layers are stored, if not in that type.

@@ -227,12 +227,12 @@ class GatedDeltaSpec(StateMixerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Spec(StateMixerSpec):
-    """A Mamba2 layer (Granite 4): a state space over a convolved input, gated and normed behind it. See
+    """A Mamba2 layer (Granite 4): a state space over a convolved input, gated and normed after it. See
     ``kernels_triton_free.state.mamba2``.
 
     heads, head_dim: of the input. groups, state_dim: of b and c; every group serves heads / groups heads,
     which are normed together. taps: tokens that the convolution sees. conv_bias: it carries a bias. bias: so
-    do the projections. norms_apart: other workers have heads of the only group, so that the norm comes behind
+    do the projections. norms_apart: other workers have heads of the only group, so that the norm comes after
     the update.
     """
 

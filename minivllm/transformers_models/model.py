@@ -16,7 +16,7 @@ from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, never_quantized
 from minivllm.linear.methods.exact import PlainLinear
-from minivllm.models.model import Attend, Given, Hidden, HiddenTap, TokenInputs
+from minivllm.models.model import Attend, AttendWeights, Hidden, HiddenTap, TokenInputs
 from minivllm.profiling.spans import span
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import CacheSpec, LayerCache
@@ -286,7 +286,7 @@ class TransformersModel:
         def compute(place: int, ids: list[int], positions: list[int]) -> list[Tensor]:
             seen: list[Tensor] = []
 
-            def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
+            def attend(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
                 seen.append(q[place])
                 return q * 0
 

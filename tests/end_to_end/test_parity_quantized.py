@@ -18,7 +18,7 @@ from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.linear.methods.groups import SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
-from minivllm.program.fuse import Run
+from minivllm.program.fuse import FusedPieces
 from minivllm.weights.stored_weight import round_to_groups, round_to_int8_rows
 from tests.gguf_models import stored_blocks, write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
@@ -231,7 +231,7 @@ def test_layers_of_the_same_methods_share_a_region_and_others_do_not(
     with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source)) as llm:
         decoder = decoder_of(llm)
         plan = decoder.plan(*decoder._declared)
-        runs = [step for step in plan.body.steps if isinstance(step, Run) and step.name == "between"]
+        runs = [step for step in plan.body.steps if isinstance(step, FusedPieces) and step.name == "between"]
         keys = [run.region().key for run in runs]
         assert keys[0] == keys[1] == keys[3] != keys[2]
 

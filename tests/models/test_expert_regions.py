@@ -17,7 +17,7 @@ from minivllm.linear.methods.int8 import Int8Linear
 from minivllm.models.bound_program import no_attention
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.program.fuse import Run, fuse
+from minivllm.program.fuse import FusedPieces, fuse
 from minivllm.program.program import World
 from minivllm.program.runner import Runner
 from minivllm.specs.layers import MlpSpec, MoeSpec
@@ -72,7 +72,7 @@ def test_packaged_experts_compute_what_uncompiled_ones_do(
     stream = TensorSpec((Size("tokens", 13), HIDDEN), dtype, torch.device("cpu"))
     program = block.program(LayerContext(0, dict, lambda: torch.empty(0), stream), "h", is_shared=False)
     part = fuse(program, {"h": stream, "adapters": None}, results=("x",)).body
-    [region] = [step.region() for step in part.steps if isinstance(step, Run)]
+    [region] = [step.region() for step in part.steps if isinstance(step, FusedPieces)]
     world, uncompiled = World(no_attention), Runner(part, lambda region: region.function)
     for is_kept in (False, True):
         compiler = PackagedRegionCompiler(tmp_path)

@@ -15,8 +15,8 @@ from minivllm.checkpoints.checkpoint import expected_shapes
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import CompileRegion, TensorSpec
 from minivllm.linear.factory import LinearFactory
+from minivllm.models.mixers.factory import make_mixer, make_update
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.mixers.registry import make_mixer, make_update
 from minivllm.models.reference.states import STATE_MIXERS
 from minivllm.program.fuse import fuse
 from minivllm.program.program import World
@@ -87,10 +87,10 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
     stream = TensorSpec((TOKENS, HIDDEN), torch.float32, CPU)
     context = LayerContext(0, lambda: vectors, lambda: torch.empty(0), stream)
     output = TensorSpec((TOKENS, *mixer.output_shape), torch.float32, CPU)
-    cut = Attend(0, output, lambda: mixer.given(vectors))
+    cut = Attend(0, output, lambda: mixer.attend_weights(vectors))
     positions = TensorSpec((TOKENS,), torch.int32, CPU)
     inputs = {"h": stream, "stream": stream, "positions": positions, "adapters": None}
-    program = [*mixer.ahead(context, "h"), cut, *mixer.behind(context, "h")]
+    program = [*mixer.before_attention(context, "h"), cut, *mixer.after_attention(context, "h")]
     runner = Runner(fuse(program, inputs, results=("x",)).body, uncompiled)
     states = tuple(torch.zeros(5, *shape) for shape in declared.shapes)
     texts = [torch.randn(sum(step[row] for step in STEPS), HIDDEN, generator=generator) for row in range(2)]
@@ -102,9 +102,9 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
         rows, prepared = rows_of(read, write, counts), update.prepare(counts)
 
         def attend(
-            layer: int, q: Tensor, given: Any = None, rows: Any = rows, prepared: Any = prepared
+            layer: int, q: Tensor, weights: Any = None, rows: Any = rows, prepared: Any = prepared
         ) -> Tensor:
-            return update(q, states, rows, prepared, given)
+            return update(q, states, rows, prepared, weights)
 
         (added,) = runner([x, x, torch.zeros(len(x), dtype=torch.int32)], World(attend))
         for row, out in enumerate(added.split(list(step))):

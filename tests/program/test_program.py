@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minivllm.program.fuse import Part, Run, fuse
+from minivllm.program.fuse import FusedPieces, Part, fuse
 from minivllm.program.program import Piece, Seam, World
 from minivllm.program.runner import Runner
 from minivllm.program.seams import Agree, Attend, Combine, Pick, Share, Sum
@@ -21,12 +21,12 @@ def random_weights(count: int) -> list[Tensor]:
     return [torch.randn(4, 4, generator=generator) / 2 for _ in range(count)]
 
 
-def attend(layer: int, q: Tensor, given: Any = None) -> Tensor:
+def attend(layer: int, q: Tensor, weights: Any = None) -> Tensor:
     return q + layer
 
 
-def runs(part: Part) -> list[Run]:
-    return [step for step in part.steps if isinstance(step, Run)]
+def runs(part: Part) -> list[FusedPieces]:
+    return [step for step in part.steps if isinstance(step, FusedPieces)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -16,8 +16,8 @@ from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
+from minivllm.models.mixers.factory import make_mixer
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.mixers.registry import make_mixer
 from minivllm.models.pieces import Add, AddNorm, Norm
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Attend, Sum
@@ -27,7 +27,7 @@ from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 
 def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:
-    """The code behind a spec."""
+    """The part that computes a spec."""
     if isinstance(spec, MoeSpec):
         return MixtureOfExperts(spec, hidden_size, factory)
     return GatedMlp(spec, hidden_size, factory)
@@ -58,10 +58,10 @@ class DecoderLayer:
             if isinstance(tensor, QuantizedWeight):
                 tensor = tensor.restore(self._dtype)
             key = {"weight": module, "bias": f"{module}.bias"}.get(kind, kind)
-            is_given = kind == key or (name.startswith(f"{self.mixer.block}.") and self.keeps_state)
+            is_attended = kind == key or (name.startswith(f"{self.mixer.block}.") and self.keeps_state)
             own = self.mixer.own(key, tensor) if name.startswith(f"{self.mixer.block}.") else tensor
             tensor = own if own is tensor else own.clone()
-            self.vectors[key] = tensor.to(device, torch.float32 if is_given else tensor.dtype)
+            self.vectors[key] = tensor.to(device, torch.float32 if is_attended else tensor.dtype)
 
     @property
     def stored(self) -> Sequence[Stored]:
@@ -86,7 +86,7 @@ class DecoderLayer:
         return (*(linear.method for linear in self.mixer.linears), *self.mlp.methods)
 
     def own_cache(self, cache: LayerCache) -> LayerCache | None:
-        """The cache that the code in front of attention writes; None in a layer that keeps a state."""
+        """The cache that the pieces before attention write; None in a layer that keeps a state."""
         return None if self.keeps_state else cache
 
     def norm(self, name: str, x: Name, spec: TensorSpec) -> list[Piece]:
@@ -105,17 +105,17 @@ class DecoderLayer:
             return [Piece(AddNorm(eps), ("x", "stream"), {"h": stream, "stream": stream}, weights)], "h"
         return [Piece(Norm(eps), ("stream",), {"h": stream}, weights)], "h"
 
-    def ahead(self, context: LayerContext, is_first: bool) -> Program:
+    def before_attention(self, context: LayerContext, is_first: bool) -> Program:
         """From the residual stream, and "x", which the layer before gave, to "o"."""
         pieces, read = self.enter("input_layernorm", context.stream, adds=not is_first)
-        return [*pieces, *self.mixer.ahead(context, read), self.attend(context)]
+        return [*pieces, *self.mixer.before_attention(context, read), self.attend(context)]
 
     def attend(self, context: LayerContext) -> Attend:
         """The seam in the middle."""
         o = TensorSpec((TOKENS, *self.mixer.output_shape), self._attention_dtype, context.stream.device)
-        return Attend(context.number, o, lambda: self.mixer.given(self.vectors))
+        return Attend(context.number, o, lambda: self.mixer.attend_weights(self.vectors))
 
-    def behind(self, context: LayerContext, is_shared: bool) -> Program:
+    def after_attention(self, context: LayerContext, is_shared: bool) -> Program:
         """From "o" to "x", which is still to be added to the stream.
         is_shared: see ``FeedForward.program``."""
         stream = context.stream
@@ -125,7 +125,7 @@ class DecoderLayer:
         enter, inner = self.enter("post_attention_layernorm", stream)
         return [
             *again,
-            *self.mixer.behind(context, read),
+            *self.mixer.after_attention(context, read),
             Sum("x", stream),
             *self.norm("post_self_attn_layernorm", "x", stream),
             *enter,

@@ -2,9 +2,9 @@
 
     Embed, or Receive                                                                         stream
     Overlay                       features of images, in steps that have some                 stream
-    each layer:  AddNorm, mixer.ahead          norm -> qkv -> rotary -> KV write               q
+    each layer:  AddNorm, mixer.before_attention          norm -> qkv -> rotary -> KV write               q
                  Attend                        attention over the cache                        o
-                 mixer.behind, Sum             o-proj                                          x
+                 mixer.after_attention, Sum             o-proj                                          x
                  AddNorm, MLP, Sum             norm -> gate, up -> down                        x
     AddNorm, Head, Gather, or Add and Send                                                    logits
 
@@ -117,11 +117,11 @@ def decoder_program(
         context = LayerContext(number, _vectors_of(layer), _table_of(decoder, number), stream)
         is_last = stage.is_last and layer is layers[-1]
         items += [
-            *layer.ahead(context, is_first=number == 0),
+            *layer.before_attention(context, is_first=number == 0),
             # How many logits are wanted, and how often, is known to this engine alone:
             # an MLP that engines share is computed before.
             *([Pick()] if is_last and not is_shared else []),
-            *layer.behind(context, is_shared),
+            *layer.after_attention(context, is_shared),
             *([Pick()] if is_last and is_shared else []),
             *layer.leave(stream),
         ]

@@ -2,5 +2,5 @@
 
 May import: compilation, kernels_triton_free, kernels_triton_free.state, linear, linear.methods, models,
 program, specs.
-Door: `Mixer` in mixer.py, `make_mixer` in registry.py.
+Door: `Mixer` in mixer.py, `make_mixer` in factory.py.
 """

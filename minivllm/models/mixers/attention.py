@@ -148,11 +148,11 @@ class SelfAttention:
             return vector[self._own_values[name == "k_norm"]]
         return vector
 
-    def given(self, vectors: Vectors) -> Tensor | None:
+    def attend_weights(self, vectors: Vectors) -> Tensor | None:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
         return vectors.get("sinks")
 
-    def ahead(self, context: LayerContext, read: Name) -> Program:
+    def before_attention(self, context: LayerContext, read: Name) -> Program:
         spec, dim, vectors = self.spec, self.spec.head_dim, context.vectors
         qkv = context.activation(self.qkv.out_features)
         items: list[Piece | Seam] = [
@@ -186,7 +186,7 @@ class SelfAttention:
         items.append(Piece(rotate, reads, {"q": q}, weights))
         return items
 
-    def behind(self, context: LayerContext, read: Name) -> Program:
+    def after_attention(self, context: LayerContext, read: Name) -> Program:
         width = context.activation(self.o.in_features)
         items: list[Piece | Seam] = []
         if agrees := self._is_divided and self.o.method.scales_tokens:

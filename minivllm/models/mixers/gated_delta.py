@@ -16,7 +16,7 @@ LENGTH_EPS = 1e-6
 """Of the square of a query's or key's length, before it is divided by it."""
 
 
-def _ahead(
+def _inputs(
     spec: GatedDeltaSpec, x: Tensor, conv: Tensor, rows: StateRows, parameters: Parameters
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     x = x.float()
@@ -35,11 +35,11 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
 
 
-def _behind(
+def _output(
     spec: GatedDeltaSpec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters
 ) -> Tensor:
     normed = rms_norm(scanned, parameters["norm.weight"], spec.norm_eps)
     return (normed * F.silu(rest[0])).flatten(1)
 
 
-GATED_DELTA = ScanSteps(_ahead, gated_delta, _behind)
+GATED_DELTA = ScanSteps(_inputs, gated_delta, _output)

@@ -140,10 +140,10 @@ class LatentAttention:
         """[heads of this worker, nope_dim + value_dim, kv_rank]."""
         return vectors["kv_b_proj"].unflatten(0, (self.heads, -1))
 
-    def given(self, vectors: Vectors) -> None:
+    def attend_weights(self, vectors: Vectors) -> None:
         return None
 
-    def ahead(self, context: LayerContext, read: Name) -> Program:
+    def before_attention(self, context: LayerContext, read: Name) -> Program:
         spec, q_a = self.spec, self.q_a
         code = LatentQueries(
             None if q_a is None else q_a.product,
@@ -173,7 +173,7 @@ class LatentAttention:
         q = TensorSpec((TOKENS, 1, self.heads, spec.head_dim), self._attention_dtype, context.stream.device)
         return [Piece(code, (read, "positions", "adapters", f"cache.{context.number}"), {"q": q}, weights)]
 
-    def behind(self, context: LayerContext, read: Name) -> Program:
+    def after_attention(self, context: LayerContext, read: Name) -> Program:
         values = context.activation(self.o.in_features)
 
         def to_values() -> tuple[Tensor]:

@@ -13,7 +13,7 @@ from minivllm.models.mixers.scan import Parameters, ScanSteps
 from minivllm.specs.layers import Mamba2Spec
 
 
-def _ahead(
+def _inputs(
     spec: Mamba2Spec, x: Tensor, conv: Tensor, rows: StateRows, parameters: Parameters
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     shared = spec.groups * spec.state_dim
@@ -27,7 +27,7 @@ def _ahead(
     return (inner, step_size, log_decay, b, c), (inner * parameters["D"][:, None], z)
 
 
-def _behind(spec: Mamba2Spec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters) -> Tensor:
+def _output(spec: Mamba2Spec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters) -> Tensor:
     skipped, z = rest
     out = (scanned + skipped).flatten(1) * F.silu(z)
     if spec.norms_apart:
@@ -37,4 +37,4 @@ def _behind(spec: Mamba2Spec, scanned: Tensor, rest: tuple[Tensor, ...], paramet
     return rms_norm(out, weight, spec.norm_eps).flatten(1)
 
 
-MAMBA2 = ScanSteps(_ahead, mamba2, _behind)
+MAMBA2 = ScanSteps(_inputs, mamba2, _output)

@@ -1,12 +1,12 @@
-"""What a mixer is: the first half of a layer, cut in two where attention is computed, or a state is updated.
+"""A mixer is the first half of a layer, cut in two where attention is computed, or a state is updated.
 
-    ahead:   what the layer reads -> q or x         pieces of a program, joined with the layer before
-    the cut: attention(q), or the update of a state -> o
-    behind:  o -> what is added to the residual stream
+    before_attention   what the layer reads -> q or x    pieces, joined with those of the layer before
+    the seam Attend    attention(q), or the update of a state -> o
+    after_attention    o -> what is added to the residual stream
 
 The update of a state is a ``StateUpdate``. It is called once for all requests of a step, whose tokens lie one
 after the other; there is no loop over requests. A mixer that keeps a state is added with a spec
-(``StateMixerSpec``), a ``Mixer`` and a ``StateUpdate``, and a line each in ``registry.py``.
+(``StateMixerSpec``), a ``Mixer`` and a ``StateUpdate``, and a line each in ``factory.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels_triton_free.state.rows import StateRows
 from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.models.model import Given
+from minivllm.models.model import AttendWeights
 from minivllm.models.pieces import Project, ProjectCast, ProjectPart
 from minivllm.program.program import Name, Piece, Program
 from minivllm.specs.attention import AttentionSpec
@@ -69,7 +69,7 @@ class Mixer(Protocol):
     block: str
     """Its name in the checkpoint ("self_attn")."""
     reads_again: bool
-    """``behind`` needs what ``ahead`` has read."""
+    """``after_attention`` needs what ``before_attention`` has read."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
@@ -85,18 +85,17 @@ class Mixer(Protocol):
         """This worker's part of a weight that is to be one of ``Vectors``:
         the whole, if no other divides the layer."""
 
-    def given(self, vectors: Vectors) -> Given:
-        """What the cut is given besides q:
-        attention's sinks, or the weights that a state is updated with, all
-        of them float32."""
+    def attend_weights(self, vectors: Vectors) -> AttendWeights:
+        """What attention reads besides q: its sinks, or the weights that a state is updated with, all of them
+        float32."""
 
-    def ahead(self, context: LayerContext, read: Name) -> Program:
+    def before_attention(self, context: LayerContext, read: Name) -> Program:
         """From the register ``read`` [tokens, hidden] to "q" [tokens, …] in attention_dtype.
         Layers that attend also write their cache."""
 
-    def behind(self, context: LayerContext, read: Name) -> Program:
-        """From "o" [tokens, *output_shape] to "x" [tokens, hidden]. read: holds what ``ahead`` has read, if
-        ``reads_again``."""
+    def after_attention(self, context: LayerContext, read: Name) -> Program:
+        """From "o" [tokens, *output_shape] to "x" [tokens, hidden]. read: holds what ``before_attention``
+        has read, if ``reads_again``."""
 
 
 class StateUpdate(Protocol):
@@ -120,6 +119,6 @@ class StateUpdate(Protocol):
 
         state: the tensors of the spec, [slots, *shape] each. For every row it is read at ``rows.read`` and
         written, after the row's last token, at ``rows.write``. No row reads what another one writes in the
-        same step, so all may be read before any is written. weights: what ``Mixer.given`` returned. Nothing
-        may wait for the device.
+        same step, so all may be read before any is written. weights: what ``Mixer.attend_weights``
+        returned. Nothing may wait for the device.
         """

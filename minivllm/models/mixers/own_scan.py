@@ -53,8 +53,8 @@ def _own_mamba2(spec: Mamba2Spec, shard: Shard) -> OwnScan:
         groups = shard.own(spec.groups)
         heads = times(groups, spec.heads // spec.groups)
     values, shared, inner = times(heads, spec.head_dim), times(groups, spec.state_dim), spec.inner
-    behind_b = inner + spec.groups * spec.state_dim
-    channels = _indices((0, values), (inner, shared), (behind_b, shared))
+    after_b = inner + spec.groups * spec.state_dim
+    channels = _indices((0, values), (inner, shared), (after_b, shared))
     into = torch.cat([_indices((0, values)), inner + channels, _indices((inner + spec.channels, heads))])
     of_heads = dict.fromkeys(("A_log", "dt_bias", "D"), heads)
     return OwnScan(
@@ -70,5 +70,5 @@ def _length(own: slice) -> int:
 
 
 def _indices(*parts: tuple[int, slice]) -> Tensor:
-    """Of ranges that begin behind so many others."""
+    """Of ranges that begin after so many others."""
     return torch.cat([torch.arange(first + own.start, first + own.stop) for first, own in parts])

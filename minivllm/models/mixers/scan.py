@@ -83,14 +83,14 @@ class ScanMixer:
         """See Mamba2Spec."""
         return isinstance(self.attends, Mamba2Spec) and self.attends.norms_apart
 
-    def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
+    def attend_weights(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """In the order of ``spec.parameters``."""
         return tuple(vectors[name.removesuffix(".weight")] for name in self.attends.parameters)
 
-    def ahead(self, context: LayerContext, read: Name) -> Program:
+    def before_attention(self, context: LayerContext, read: Name) -> Program:
         return [projected_for_update(self._in, read, self._attention_dtype)]
 
-    def behind(self, context: LayerContext, read: Name) -> Program:
+    def after_attention(self, context: LayerContext, read: Name) -> Program:
         values = context.activation(self._out.in_features)
         items: list[Piece | Seam] = []
         source = "o"
@@ -114,19 +114,18 @@ Parameters = Mapping[str, Tensor]
 
 
 class ScanSteps(NamedTuple):
-    """The three steps of an update.
+    """The three steps of an update."""
 
-    ahead: (spec, x [tokens, widths[0]], state of the convolution, rows, parameters) -> what the scan takes,
-    and what ``behind`` takes besides its output. scan: (*inputs, states, read, write, plan) -> float32
-    [tokens, heads, …], see ``kernels_triton_free.state``. behind: (spec, what the scan gave, the rest from
-    ``ahead``, parameters) -> float32 [tokens, widths[1]].
-    """
-
-    ahead: Callable[
+    inputs: Callable[
         [Any, Tensor, Tensor, StateRows, Parameters], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     ]
+    """(spec, x [tokens, widths[0]], state of the convolution, rows, parameters) -> what the scan takes, and
+    what ``output`` takes besides its result."""
     scan: Callable[..., Tensor]
-    behind: Callable[[Any, Tensor, tuple[Tensor, ...], Parameters], Tensor]
+    """(*inputs, states, read, write, plan) -> float32 [tokens, heads, …]; see ``kernels_triton_free.state``.
+    """
+    output: Callable[[Any, Tensor, tuple[Tensor, ...], Parameters], Tensor]
+    """(spec, result of the scan, the rest from ``inputs``, parameters) -> float32 [tokens, widths[1]]."""
 
 
 class ScanUpdate:
@@ -144,13 +143,13 @@ class ScanUpdate:
             Region(f"{name} step", self._whole, {**declared, "rows": one_each}, spec)
         )
         of_conv = {**declared, "state": declared["state"][0]}
-        self._ahead = compile_region(Region(f"{name} inputs", self._scan_inputs, of_conv, spec))
-        behind = {
+        self._inputs_region = compile_region(Region(f"{name} inputs", self._scan_inputs, of_conv, spec))
+        of_output = {
             "scanned": self._float32(TOKENS, *spec.output_heads),
             "rest": tuple(self._float32(TOKENS, *shape) for shape in spec.rest),
             "weights": declared["weights"],
         }
-        self._behind = compile_region(Region(f"{name} output", self._output, behind, spec))
+        self._output_region = compile_region(Region(f"{name} output", self._output, of_output, spec))
 
     def _float32(self, *shape: Any) -> TensorSpec:
         return TensorSpec(shape, torch.float32, self._device)
@@ -171,10 +170,10 @@ class ScanUpdate:
         if prepared is None:
             o = self._single(x, state, rows, weights)
             return o
-        values = self._ahead(x, state[0], rows, weights)
+        values = self._inputs_region(x, state[0], rows, weights)
         count = len(values) - len(self._spec.rest)
         scanned = self._steps.scan(*values[:count], state[1], rows.read, rows.write, prepared)
-        o = self._behind(scanned, tuple(values[count:]), weights)
+        o = self._output_region(scanned, tuple(values[count:]), weights)
         return o
 
     # The regions.
@@ -182,17 +181,17 @@ class ScanUpdate:
     def _whole(
         self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, weights: tuple[Tensor, ...]
     ) -> Tensor:
-        inputs, rest = self._steps.ahead(self._spec, x, state[0], rows, self._named(weights))
+        inputs, rest = self._steps.inputs(self._spec, x, state[0], rows, self._named(weights))
         return self._output(self._steps.scan(*inputs, state[1], rows.read, rows.write), rest, weights)
 
     def _scan_inputs(
         self, x: Tensor, state: Tensor, rows: StateRows, weights: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        inputs, rest = self._steps.ahead(self._spec, x, state, rows, self._named(weights))
-        return (*inputs, *(one.contiguous() for one in rest))  # as the region behind takes them
+        inputs, rest = self._steps.inputs(self._spec, x, state, rows, self._named(weights))
+        return (*inputs, *(one.contiguous() for one in rest))  # as the region after the scan takes them
 
     def _output(self, scanned: Tensor, rest: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
-        return self._steps.behind(self._spec, scanned, rest, self._named(weights)).to(self._dtype)
+        return self._steps.output(self._spec, scanned, rest, self._named(weights)).to(self._dtype)
 
     def _named(self, weights: tuple[Tensor, ...]) -> Parameters:
         return dict(zip(self._spec.parameters, weights, strict=True))

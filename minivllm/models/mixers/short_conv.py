@@ -48,15 +48,15 @@ class ShortConv:
     def own(self, name: str, vector: Tensor) -> Tensor:
         return vector[self._own]
 
-    def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
+    def attend_weights(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """Weight [channels, taps], bias [channels]."""
         names = ("conv", "conv.bias") if self.attends.bias else ("conv",)
         return tuple(vectors[name] for name in names)
 
-    def ahead(self, context: LayerContext, read: Name) -> Program:
+    def before_attention(self, context: LayerContext, read: Name) -> Program:
         return [projected_for_update(self._in, read, self._attention_dtype)]
 
-    def behind(self, context: LayerContext, read: Name) -> Program:
+    def after_attention(self, context: LayerContext, read: Name) -> Program:
         values = context.activation(self._out.in_features)
         return [Piece(Cast(self._dtype), ("o",), {"values": values}), projected(self._out, "values", context)]
 

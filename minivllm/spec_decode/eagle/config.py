@@ -29,7 +29,7 @@ class EagleConfig:
     layer: its one decoder layer, as a model of its own; its vocabulary is the target's. target_hidden_size:
     width of the target's hidden states. draft_vocab_size: tokens the head can guess. fused_layers: eagle3:
     the target's layers whose inputs are fused, ascending. norm_before_residual: eagle3: the residual stream
-    begins behind hidden_norm instead of before it.
+    begins after hidden_norm instead of before it.
     """
 
     version: EagleVersion

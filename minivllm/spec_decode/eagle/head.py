@@ -28,7 +28,7 @@ from minivllm.models.bound_program import BoundProgram, no_attention, program_in
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.program import Embed
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.model import Attend, Given, Hidden, TokenInputs
+from minivllm.models.model import Attend, AttendWeights, Hidden, TokenInputs
 from minivllm.models.pieces import Add, Norm
 from minivllm.program.fuse import fuse
 from minivllm.program.program import Piece, Program, Seam, World
@@ -258,8 +258,8 @@ class EagleHead(Decoder):
         else:
             code = EagleInput(self.fc.method)
             items.append(Piece(code, ("embedded", "feature"), {"stream": stream}, lambda: (self.fc.tensors,)))
-        q, o = layer.mixer.ahead(context, read), layer.attend(context)
-        items += [*q, o, Pick(), *layer.behind(context, False), *layer.leave(stream)]
+        q, o = layer.mixer.before_attention(context, read), layer.attend(context)
+        items += [*q, o, Pick(), *layer.after_attention(context, False), *layer.leave(stream)]
         items.append(Piece(Add(), ("stream", "x"), {"feature": stream}))
         if is_eagle3:
             norm = Norm(self.config.rms_norm_eps)
@@ -308,6 +308,6 @@ class EagleHead(Decoder):
         return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
 
 
-def _queries(layer: int, q: Tensor, given: Given = None) -> Tensor:
+def _queries(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
     """In place of attention whose output is not looked at."""
     return q

@@ -1,4 +1,4 @@
-"""The code behind each mixer's spec."""
+"""The mixer that computes a spec."""
 
 from __future__ import annotations
 
