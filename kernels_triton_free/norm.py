@@ -14,12 +14,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None =
     mean_square = wide.square().mean(-1, keepdim=True) if mean_square is None else mean_square
     wide = wide * torch.rsqrt(mean_square + eps)
     return wide.to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x [tokens, n] to the residual stream and normalise the sum.
-
-    Returns (normalised [tokens, n], new residual [tokens, n]); compiled, both come out of one pass.
-    """
-    residual = residual + x
-    return rms_norm(residual, weight, eps), residual

@@ -8,29 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
-from kernels_triton_free.norm import add_rms_norm, rms_norm
 from minivllm.linear.methods.method import LinearTensors, largest_inputs
 from minivllm.linear.product import Product
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm."""
-
-    eps: float
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.eps)
-
-
-@dataclass(frozen=True)
-class AddNorm:
-    """What a sublayer gave joins the residual stream: (what the next one reads, the stream)."""
-
-    eps: float
-
-    def __call__(self, x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, stream, weight, self.eps)
 
 
 @dataclass(frozen=True)

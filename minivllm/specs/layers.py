@@ -336,17 +336,19 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """RMSNorm around each of the two sublayers.
-
-    place: of what a sublayer reads ("before": Llama), of what it adds to the residual stream ("after": OLMo
-    2), or both (Gemma 2). eps: of those before. after_eps: of those after; it differs from eps where a factor
-    of the residual stream was folded into eps. Weights that a family stores less 1 get it back when they are
-    loaded.
-    """
+    """Norms around each of the two sublayers. Weights that a family stores less 1 get it back when they are
+    loaded."""
 
     eps: float
+    """Of the norms of what a sublayer reads."""
     place: NormPlace = "before"
+    """Norms of what a sublayer reads ("before": Llama), of what it adds to the residual stream ("after": OLMo
+    2), or both (Gemma 2)."""
     after_eps: float = 1e-6
+    """Of the norms of what a sublayer adds. It differs from eps where a factor of the residual stream was
+    folded into eps."""
+    kind: str = "rms"
+    """The norm, as ``make_norm`` knows it. The norm after the last layer is of the kind of that layer's."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.compiler.quick_silu import quick_silu
-from kernels_triton_free.norm import add_rms_norm, rms_norm
+from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.rotary import (
     apply_rotary,
     default_frequencies,
@@ -54,25 +54,6 @@ def test_rms_norm_of_large_bfloat16_values_does_not_overflow_and_of_zeros_is_zer
     assert torch.equal(rms_norm(torch.full((1, 4), 1e18, dtype=torch.bfloat16), weight, 1e-5), weight[None])
     assert torch.equal(
         rms_norm(torch.zeros(1, 4, dtype=torch.bfloat16), weight, 1e-5), torch.zeros(1, 4).bfloat16()
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum_and_leaves_its_inputs(
-    dtype: torch.dtype,
-) -> None:
-    x, residual, weight = (
-        random(7, 96, dtype=dtype),
-        random(7, 96, seed=1, dtype=dtype),
-        random(96, seed=2, dtype=dtype),
-    )
-    before = x.clone(), residual.clone()
-    normalised, total = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
-    assert torch.equal(total, x + residual)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(
-        normalised.double(), rms_norm_float64(total, weight, 1e-6), rtol=tolerance, atol=tolerance
     )
 
 

@@ -18,7 +18,8 @@ from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.mixers.factory import make_mixer
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.pieces import Add, AddNorm, Norm
+from minivllm.models.norms import AddNorm, make_norm
+from minivllm.models.pieces import Add
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Attend, Sum
 from minivllm.specs.caches import TOKENS, LayerCache
@@ -93,17 +94,19 @@ class DecoderLayer:
         """The norm of what a sublayer gave, in its register, in layers that have one there."""
         if name not in self.spec.norms.names:
             return []
-        return [Piece(Norm(self.spec.norms.after_eps), (x,), {x: spec}, lambda: (self.vectors[name],))]
+        norms = self.spec.norms
+        norm = make_norm(norms.kind, norms.after_eps)
+        return [Piece(norm, (x,), {x: spec}, lambda: (self.vectors[name],))]
 
     def enter(self, name: str, stream: TensorSpec, *, adds: bool = True) -> tuple[list[Piece], Name]:
         """What leads into a sublayer, and the register that it reads. name: of its norm.
         adds: "x" joins the residual stream first."""
-        eps, weights = self.spec.norms.eps, lambda: (self.vectors[name],)
+        norm, weights = make_norm(self.spec.norms.kind, self.spec.norms.eps), lambda: (self.vectors[name],)
         if name not in self.spec.norms.names:
             return ([Piece(Add(), ("stream", "x"), {"stream": stream})] if adds else []), "stream"
         if adds:
-            return [Piece(AddNorm(eps), ("x", "stream"), {"h": stream, "stream": stream}, weights)], "h"
-        return [Piece(Norm(eps), ("stream",), {"h": stream}, weights)], "h"
+            return [Piece(AddNorm(norm), ("x", "stream"), {"h": stream, "stream": stream}, weights)], "h"
+        return [Piece(norm, ("stream",), {"h": stream}, weights)], "h"
 
     def before_attention(self, context: LayerContext, is_first: bool) -> Program:
         """From the residual stream, and "x", which the layer before gave, to "o"."""

@@ -1,11 +1,11 @@
 """A decoder as a program: what stands between its weights and the arithmetic of a step.
 
     Embed, or Receive                                                                         stream
-    Overlay                       features of images, in steps that have some                 stream
-    each layer:  AddNorm, mixer.before_attention          norm -> qkv -> rotary -> KV write               q
-                 Attend                        attention over the cache                        o
-                 mixer.after_attention, Sum             o-proj                                          x
-                 AddNorm, MLP, Sum             norm -> gate, up -> down                        x
+    Overlay                            features of images, in steps that have some            stream
+    each layer:  AddNorm, mixer.before_attention    norm -> qkv -> rotary -> KV write         q
+                 Attend                             attention over the cache                  o
+                 mixer.after_attention, Sum         o-proj                                    x
+                 AddNorm, MLP, Sum                  norm -> gate, up -> down                  x
     AddNorm, Head, Gather, or Add and Send                                                    logits
 
 Fused for one rank, only attention cuts it, so the MLP of one layer and the projections of the next become one
@@ -26,7 +26,8 @@ from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.pieces import Add, AddNorm
+from minivllm.models.norms import AddNorm, make_norm
+from minivllm.models.pieces import Add
 from minivllm.program.program import Piece, Program, Seam
 from minivllm.program.seams import Gather, Pick, Receive, Send, Sum
 from minivllm.specs.caches import ROWS
@@ -127,7 +128,7 @@ def decoder_program(
         ]
     if not stage.is_last:
         return [*items, Piece(Add(), ("stream", "x"), {"stream": stream}), Send()]
-    norm = AddNorm(config.rms_norm_eps)
+    norm = AddNorm(make_norm(config.layers[-1].norms.kind, config.rms_norm_eps))
     head = Head(decoder.head.method, config.logits_scale, config.logits_soft_cap)
     logits = TensorSpec((ROWS, config.vocab_size), decoder.dtype, decoder.device)
     width = decoder.vocabulary.stop - decoder.vocabulary.start

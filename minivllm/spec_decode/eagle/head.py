@@ -29,7 +29,8 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.program import Embed
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.model import Attend, AttendWeights, Hidden, TokenInputs
-from minivllm.models.pieces import Add, Norm
+from minivllm.models.norms import make_norm
+from minivllm.models.pieces import Add
 from minivllm.program.fuse import fuse
 from minivllm.program.program import Piece, Program, Seam, World
 from minivllm.program.runner import Runner
@@ -262,7 +263,7 @@ class EagleHead(Decoder):
         items += [*q, o, Pick(), *layer.after_attention(context, False), *layer.leave(stream)]
         items.append(Piece(Add(), ("stream", "x"), {"feature": stream}))
         if is_eagle3:
-            norm = Norm(self.config.rms_norm_eps)
+            norm = make_norm(layer.spec.norms.kind, self.config.rms_norm_eps)
             items.append(Piece(norm, ("feature",), {"h": stream}, lambda: (self.final_norm,)))
         logits = TensorSpec((ROWS, self.vocab_size), self.dtype, self.device)
         return [
