@@ -14,8 +14,13 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
+from minivllm.config import EngineArgs
+from minivllm.engine.resolve import resolve
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import token_specs
+from minivllm.program.fuse import Plan
+from minivllm.program.printed import Line, sections
+from minivllm.simulation.program_plan import planned_programs
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,3 +84,21 @@ def build_regions(decoder: Decoder, compiler: RegionCompiler) -> None:
     """For caches of any number of blocks of 16 tokens."""
     caches = [spec.declare(Size("blocks", 64), 16, decoder.device) for spec in decoder.cache_specs]
     decoder.build_regions(compiler, token_specs(decoder.device), caches)
+
+
+def plans(layers: int, ranks: int = 1, stages: int = 1) -> list[Plan]:
+    """The fused program of the small model with so many layers, for rank 0 of each stage, without weights."""
+    folder = model_folder({**SHAPE, "num_hidden_layers": layers})
+    args = EngineArgs(
+        model=str(folder),
+        load_format="dummy",
+        device="cpu",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+    )
+    return planned_programs(*resolve(args))
+
+
+def printed(plan: Plan) -> list[Line]:
+    """The pieces and seams of a plan, of equal neighbouring layers those of one, as ``minivllm env`` does."""
+    return [line for section in sections(plan) for line in section.lines]

@@ -1,5 +1,4 @@
-"""10 · Compiled regions and graphs:
-how often a model is compiled, for which reasons, and the cost of a replay.
+"""10 · Compiled regions and graphs: how often a model is compiled, and what a replay costs.
 
 torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every
 few milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast,
@@ -33,10 +32,14 @@ from minivllm.device.policy import DevicePolicy
 from minivllm.graphs.graph_capture import GraphCapture
 from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
 from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.program import decoder_program
 from minivllm.models.model import TokenInputs
+from minivllm.program.fuse import FusedPieces
+from minivllm.program.program import Piece, Program
+from minivllm.program.seams import Pick
 from tutorials.lesson import Cell, Lesson
 from tutorials.recorded_graphs import RecordedGraphs
-from tutorials.small_model import build_regions, engine_arguments, small_decoder
+from tutorials.small_model import build_regions, engine_arguments, plans, small_decoder
 
 lesson = Lesson(__doc__)
 CPU = torch.device("cpu")
@@ -101,6 +104,46 @@ build_regions(compiled, CountingCompiler(enabled=True))
 lesson.check(
     torch.allclose(run(compiled, 17), eager, atol=1e-6), "the logits are those of the uncompiled decoder"
 )
+
+# %% [markdown]
+# ## Fusing by hand
+# Where do these regions come from? The decoder is a list of *pieces*, arithmetic of one worker, and of
+# *seams*, where that arithmetic ends: attention, and what workers exchange. Neighbouring pieces are joined,
+# up to the next seam that is real. A single worker exchanges nothing, so there only attention cuts. That is a
+# loop of eight lines; the engine's ``fuse`` does the same, and also finds out what each region reads and
+# gives.
+#
+# Predict how many regions a step calls for a model of four layers: on one worker, and where two workers
+# divide each layer and add up their parts after the embedding, after each attention and after each MLP.
+
+
+# %%
+def fused_by_hand(program: Program, ranks: int) -> list[list[str]]:
+    """The codes of each region."""
+    regions: list[list[str]] = [[]]
+    for item in program:
+        if isinstance(item, Piece):
+            regions[-1].append(type(item.code).__name__)
+        elif item.is_real(ranks) and not isinstance(item, Pick):  # a Pick only says which rows go on
+            regions.append([])
+    return [region for region in regions if region]
+
+
+lesson.heading("Regions of a step, four layers")
+LAYERS = 4
+lesson.predict("regions for 1 worker, for 2", [LAYERS + 1, 3 * LAYERS + 2], "cuts: attention; sums as well")
+whole = small_decoder(num_hidden_layers=LAYERS)
+program = decoder_program(whole, whole.layers, [whole.vocab_size])
+lesson.measure("regions for 1 worker, for 2", [len(fused_by_hand(program, ranks)) for ranks in (1, 2)])
+for ranks in (1, 2):
+    [plan] = plans(LAYERS, ranks)
+    steps = [*plan.body.steps, *(plan.tail.steps if plan.tail else ())]
+    fused = [step for step in steps if isinstance(step, FusedPieces) and step.is_compiled]
+    codes = [[type(piece.code).__name__ for piece in region.pieces] for region in fused]
+    without_picks = [[code for code in region if code != "PickRows"] for region in codes]
+    lesson.check(without_picks == fused_by_hand(program, ranks), f"the engine fuses so too, for {ranks}")
+    names = list(dict.fromkeys(region.name for region in fused))
+    lesson.say(f"  {ranks} worker(s): {', '.join(names)}")
 
 # %% [markdown]
 # ## The surprise: a number is a constant

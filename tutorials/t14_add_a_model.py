@@ -31,7 +31,7 @@ from __future__ import annotations
 import ast
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,22 @@ import torch
 import transformers
 from torch import Tensor
 
+from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm import LLM, Description, Entries, Family, SamplingParams, register_family
+from minivllm.batch.layer_caches import allocate_caches
 from minivllm.errors import ModelError
 from minivllm.families.dense import dense
 from minivllm.families.family import SHARED_DEFAULTS
+from minivllm.models.bound_program import BoundProgram, program_inputs
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.program import decoder_program
+from minivllm.models.model import TokenInputs, token_specs
+from minivllm.program.fuse import FusedPieces, fuse
+from minivllm.program.program import Piece, Program, Seam
+from minivllm.program.seams import Attend, Sum
 from minivllm.specs.decoder import DecoderConfig
 from tutorials.lesson import Lesson
+from tutorials.small_model import small_decoder
 
 lesson = Lesson(__doc__)
 transformers.utils.logging.disable_progress_bar()
@@ -239,7 +249,7 @@ lesson.bars("t14_lines", "Lines a new family takes", sizes, "lines")
 # cannot be folded into weights.
 #
 # ## A family whose structure differs
-# OLMo 2 puts its norms behind the sublayers, and norms all heads of q, and of k, as one vector. So its row
+# OLMo 2 puts its norms after the sublayers, and norms all heads of q, and of k, as one vector. So its row
 # has a ``describe`` of its own. That is a function from the checked entries of config.json to a
 # ``Description``: a ``LayerSpec`` for each layer, and what else is true of the model. ``dense`` makes the
 # layers of Llama, and takes what differs; here the norms are moved by hand, to show where they stand. The
@@ -272,7 +282,7 @@ OLMO2 = Family(
     },
 )
 
-lesson.heading("Norms behind the sublayers")
+lesson.heading("Norms after the sublayers")
 register_family(OLMO2)
 olmo2_path, olmo2_model = save_random_model("Olmo2", eos_token_id=1)
 entries_file = olmo2_path / "config.json"
@@ -281,6 +291,74 @@ lesson.predict("log-probabilities of OLMo 2 compared", len(PROMPT) - 1 + 16, "as
 olmo2_worst, olmo2_compared = worst_difference(olmo2_path, olmo2_model)
 lesson.measure("log-probabilities of OLMo 2 compared", olmo2_compared)
 lesson.check(olmo2_worst < 1e-4, f"the largest difference to transformers in float32 is {olmo2_worst:.1e}")
+
+# %% [markdown]
+# ## A piece more
+# What can be folded into weights needs no code. What cannot, say a clamp, is a *piece* of the model's
+# program. A piece is a frozen dataclass with ``__call__``, and the names of the registers that it reads and
+# gives. To see that it lands in the right place, take one that can be folded as well: half of what attention
+# adds. Here it stands after each layer's sum of attention's output. The judge is the same decoder with the
+# weights of ``o_proj`` halved, and the arithmetic of a piece costs no region: it is fused with its
+# neighbours.
+
+
+# %%
+@dataclass(frozen=True)
+class Damp:
+    """A register times a factor."""
+
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def damped(program: Program) -> Program:
+    """With half of what attention adds to the stream: of "x" after the first Sum that follows Attend."""
+    items: list[Piece | Seam] = []
+    is_attended = False
+    for item in program:
+        items.append(item)
+        is_attended = is_attended or isinstance(item, Attend)
+        if is_attended and isinstance(item, Sum):
+            items.append(Piece(Damp(0.5), ("x",), item.gives))
+            is_attended = False
+    return items
+
+
+@torch.inference_mode()
+def logits_of(decoder: Decoder, program: Program) -> tuple[Tensor, int]:
+    """Of the last two of twelve tokens; and how many regions the program has."""
+    tokens, slots = TokenInputs(torch.arange(12, dtype=torch.int32)), torch.arange(16, 28, dtype=torch.int32)
+    caches = allocate_caches(decoder, num_blocks=2, block_size=16)
+    declared = [spec.declare(2, 16, decoder.device) for spec in decoder.cache_specs]
+    plan = fuse(program, program_inputs(token_specs(decoder.device), declared))
+    bound = BoundProgram(plan, lambda region: region.function)
+
+    def attend(layer: int, q: Tensor, sinks: Any = None) -> Tensor:
+        scale = decoder.attention_specs[layer].scale
+        return gathered_sdpa_attention(q, *caches[layer][:2], torch.tensor([1]), 0, scale=scale)
+
+    world = decoder.world(attend)
+    hidden = bound.body(tokens.positions, tokens, [cache.at(slots) for cache in caches], world)
+    assert plan.tail is not None
+    steps = [*plan.body.steps, *plan.tail.steps]
+    (logits,) = bound.tail(hidden, torch.tensor([10, 11], dtype=torch.int32), tokens, world)
+    return logits, sum(isinstance(step, FusedPieces) for step in steps)
+
+
+lesson.heading("A piece in a program")
+decoder, folded = small_decoder(num_hidden_layers=3), small_decoder.__wrapped__(num_hidden_layers=3)
+for layer in folded.layers:
+    layer.mixer.linears[-1].map_tensors(lambda weight: weight / 2)
+programs = [decoder_program(one, one.layers, [one.vocab_size]) for one in (decoder, folded)]
+plain, regions = logits_of(decoder, programs[0])
+lesson.predict("regions with a piece more in each of 3 layers", regions, "it joins its neighbours")
+with_piece, regions_with_piece = logits_of(decoder, damped(programs[0]))
+lesson.measure("regions with a piece more in each of 3 layers", regions_with_piece)
+expected, _ = logits_of(folded, programs[1])
+lesson.check(torch.allclose(with_piece, expected, atol=1e-5), "the piece does what halved weights do")
+lesson.check(not torch.allclose(with_piece, plain, atol=1e-2), "and without it the logits are others")
 
 # %% [markdown]
 # ## Exercises

@@ -1,5 +1,4 @@
-"""18 · Shards: workers that divide every layer meet twice in each,
-and what they move there can be told beforehand.
+"""18 · Shards: workers that divide every layer exchange tensors twice in each, of known size.
 
 A model that is too large or too slow for one device can be cut through its layers: every worker has a part of
 each matrix, a *shard*, and all of them compute for the same token at the same time. Parts of a product have
@@ -11,8 +10,8 @@ to be put together again. Where, how often, and how many bytes is that? (Megatro
 # The first products of an MLP are cut by their *outputs*: a worker computes some of the values between the
 # products, from the whole input. The second product is cut by its *inputs*: it takes just these values. So
 # nothing has to be exchanged in between, and each worker ends with a tensor of full size that is only a part
-# of the sum. Attention is cut in the same way: heads are its values in between. One sum behind attention and
-# one behind the MLP, that is all.
+# of the sum. Attention is cut in the same way: heads are its values in between. One sum after attention and
+# one after the MLP, that is all.
 #
 # A ``Communicator`` adds such parts. Its workers need one method to do so, ``exchange``: give a tensor, get
 # those of all. Here workers are threads, and lay their tensors into a list: ``ThreadCommunicator`` of
@@ -47,7 +46,7 @@ from minivllm.models.shards import check_layout, own_heads, own_inner
 from minivllm.simulation.ranks import ThreadCommunicator, VirtualShards, communicators, together
 from minivllm.specs.layers import SelfAttentionSpec
 from tutorials.lesson import Lesson
-from tutorials.small_model import SHAPE, engine_arguments, model_folder
+from tutorials.small_model import SHAPE, engine_arguments, model_folder, plans, printed
 
 lesson = Lesson(__doc__)
 generator = torch.Generator().manual_seed(0)
@@ -142,7 +141,8 @@ lesson.say("  Two workers would never have shown it.")
 # ## Ranges that are not equal
 # SmolLM2-135M has 9 query heads and 3 KV heads, three of the one for each of the other. A KV head and its
 # query heads stay together, so that a worker finds in its own cache what its heads attend to. Two workers get
-# two KV heads and one: 6 and 3 query heads. That is no reason to refuse them.
+# two KV heads and one: 6 and 3 query heads. vLLM refuses 9 heads on two workers, since it divides evenly;
+# ranges need not be equal.
 #
 # More workers than KV heads? Then some keep the *same* KV head, and divide its query heads. That makes sense
 # only if all KV heads are kept equally often, and as long as there is a query head for everyone. Predict
@@ -239,6 +239,28 @@ for name, size in (("two", 2), ("three", 3), ("six", 6)):
 lesson.say(
     f"  As far as weights go, two workers are {1 / most[2]:.2f} times as fast as one, six {1 / most[6]:.2f} "
     "times."
+)
+
+# %% [markdown]
+# ## Where workers meet
+# The engine has one list of pieces and seams for any number of workers. ``fuse`` drops the exchanges that a
+# single worker need not do. So the program of two workers, without its exchanges, must be that of one.
+# Predict how many sums a step of a model of four layers has, and how many times columns are put side by side.
+
+# %%
+lesson.heading("Exchanges of a step, four layers")
+LAYERS = 4
+lesson.predict("sums and gathers", [2 * LAYERS + 1, 1], "two in a layer; the embedding; the logits")
+[one], [two] = plans(LAYERS), plans(LAYERS, ranks=2)
+steps = [type(step).__name__ for part in (two.body, two.tail) if part for step in part.steps]
+lesson.measure("sums and gathers", [steps.count("Sum"), steps.count("Gather")])
+exchanges = ("Sum", "Gather")
+for line in printed(two)[:10]:
+    lesson.say(f"  {line.region:8} {'— ' + line.what + ' —' if line.is_seam else line.what:16} {line.gives}")
+lesson.check(
+    [line.what for line in printed(one)]
+    == [line.what for line in printed(two) if line.what not in exchanges],
+    "but for the exchanges, both programs are the same list",
 )
 
 # %% [markdown]

@@ -25,9 +25,11 @@ from minivllm.distributed.stage import divide_layers
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+from minivllm.program.fuse import FusedPieces, Plan
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Cell, Lesson
+from tutorials.small_model import plans
 
 lesson = Lesson(__doc__)
 STAGES, TICKS = 4, 64
@@ -189,6 +191,40 @@ lesson.bars(
     {"15 and 15 layers": halves / 1e6, "19 and 11 layers": dearest / 1e6},
     "million",
 )
+
+# %% [markdown]
+# ## The program of a stage
+# A stage runs a part of the same list of pieces. It begins with ``Receive`` instead of the embedding, and
+# ends with ``Send`` instead of the head. What is sent is one tensor: the residual stream. So before it, what
+# the last MLP gave has to be added to the stream, which in a model in one piece the next norm does on its
+# way. Predict how many pieces more two stages have than one.
+
+# %%
+lesson.heading("Pieces of two stages of four layers")
+
+
+def items(plan: Plan) -> list[str]:
+    """Codes and seams in their order."""
+    steps = [step for part in (plan.body, plan.tail) if part for step in part.steps]
+    return [
+        type(item).__name__
+        for step in steps
+        for item in ([piece.code for piece in step.pieces] if isinstance(step, FusedPieces) else [step])
+    ]
+
+
+lesson.predict("pieces more", 1, "the sum before Send")
+[whole], parts = plans(4), plans(4, stages=2)
+seams = ("Send", "Receive", "Attend")
+lesson.measure(
+    "pieces more",
+    sum(item not in seams for plan in parts for item in items(plan))
+    - sum(item not in seams for item in items(whole)),
+)
+first, last = map(items, parts)
+lesson.check(first[-2:] == ["Add", "Send"] and last[0] == "Receive", "the stream is one tensor between them")
+layers_of_stages = [found.count("Attend") for found in (first, last)]
+lesson.check(sum(layers_of_stages) == 4, f"the stages attend in {layers_of_stages} layers")
 
 # %% [markdown]
 # ## Exercises
