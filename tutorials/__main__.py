@@ -39,7 +39,7 @@ def chapters() -> list[Chapter]:
     for path in sorted(FOLDER.glob("[te][0-9][0-9]_*.py"), key=lambda path: (path.stem[0] == "e", path.stem)):
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert doc is not None, f"{path.name} has no docstring"
-        number, _, summary = doc.splitlines()[0].partition(" · ")
+        number, _, summary = " ".join(doc.partition("\n\n")[0].split()).partition(" · ")
         found.append(Chapter(number, path, summary))
     return found
 

@@ -49,11 +49,11 @@ class PredictionFailed(AssertionError):
 
 
 class Lesson:
-    """One chapter on its way. ``doc``: the chapter's docstring, whose first line is its title."""
+    """One chapter on its way. ``doc``: the chapter's docstring, whose first paragraph is its title."""
 
     def __init__(self, doc: str | None, arguments: Sequence[str] | None = None) -> None:
         assert doc is not None
-        self.title = doc.strip().splitlines()[0]
+        self.title = " ".join(doc.strip().partition("\n\n")[0].split())
         options = _parse(self.title, arguments)
         # The chapters' models have no tokenizer on purpose, and the engine need not say so every time.
         logging.getLogger("minivllm.frontend").setLevel(logging.ERROR)
@@ -70,7 +70,7 @@ class Lesson:
         self._file = sys._getframe(1).f_code.co_filename
         self._prose = _prose_cells(Path(self._file)) if Path(self._file).is_file() else []
         if self._prose:
-            self._print_prose("\n".join(doc.strip().splitlines()[2:]))
+            self._print_prose(doc.strip().partition("\n\n")[2])
         self._tell()
 
     def _tell(self) -> None:

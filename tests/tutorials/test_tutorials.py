@@ -179,10 +179,10 @@ def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
     text = chapter.path.read_text(encoding="utf-8")
     doc = ast.get_docstring(ast.parse(text))
     assert doc is not None
-    assert re.fullmatch(r"(\d\d|[A-Z]) · [^:]+: .+\.", doc.splitlines()[0]), (
-        "first line: number · name: idea."
-    )
-    assert len(doc.splitlines()) > 2, "the docstring says what the chapter is about"
+    title, _, text_below = doc.partition("\n\n")
+    title = title.replace("\n", " ")
+    assert re.fullmatch(r"(\d\d|[A-Z]) · [^:]+: .+\.", title), "first paragraph: number · name: idea."
+    assert text_below, "the docstring says what the chapter is about"
     cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
     prose = [cell for cell in cells if cell.startswith(" [markdown]")]
     assert len(prose) >= 3 and len(cells) >= 2 * len(prose) - 2
