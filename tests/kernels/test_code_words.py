@@ -121,8 +121,19 @@ def test_words_hold_floats(seed: int, dtype: torch.dtype, blocks: int, pairs: in
 
 @needs_compiler
 @pytest.mark.parametrize("scales", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "group_size", "rows"), [(4, 32, 1), (4, 64, 3), (8, 32, 1), (8, 96, 2)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "rows", "dtype"),
+    [
+        (4, 32, 1, torch.float32),
+        (4, 64, 3, torch.bfloat16),
+        (8, 32, 1, torch.bfloat16),
+        (8, 96, 2, torch.float32),
+        pytest.param(4, 32, 1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, 64, 3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, 32, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, 96, 2, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_multiplies_the_bits_of_floats(
     bits: int, group_size: int, rows: int, dtype: torch.dtype, scales: torch.dtype
 ) -> None:
