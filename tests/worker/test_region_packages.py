@@ -117,15 +117,20 @@ def test_a_person_is_told_once_that_and_how_much_is_compiled(
     assert sum("Compiling the model" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.skipif(not can_fork(), reason="builds are child processes on Linux only")
-def test_in_the_background_a_child_builds_what_is_missing(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def builds_are_copies(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To build a package takes ten seconds: the one that is there is copied."""
+
     def put(program: object, directory: Path, packaged: Any) -> None:
         directory.mkdir(exist_ok=True)
         shutil.copy(next(built.glob(f"{packaged.key}-*")), directory)
 
     monkeypatch.setattr(region_packages, "build_package", put)
+
+
+@pytest.mark.skipif(not can_fork(), reason="builds are child processes on Linux only")
+@pytest.mark.usefixtures("builds_are_copies")
+def test_in_the_background_a_child_builds_what_is_missing(tmp_path: Path) -> None:
     compiler = PackagedRegionCompiler(tmp_path / "regions")
     make(compiler)
     assert compiler.build_in_background() and not compiler.is_complete
@@ -473,8 +478,8 @@ def test_what_was_not_declared_is_refused_at_the_first_call(
             call(make(PackagedRegionCompiler(built)))
 
 
-@needs_compiler
-def test_a_region_that_is_called_before_anything_was_built_is_built_then(tmp_path: Path, built: Path) -> None:
+@pytest.mark.usefixtures("builds_are_copies")
+def test_a_region_that_is_called_before_anything_was_built_is_built_then(tmp_path: Path) -> None:
     """It never returns anything but what the function does."""
     region = make(PackagedRegionCompiler(tmp_path / "regions"))
     with torch.inference_mode():
