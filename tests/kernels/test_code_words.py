@@ -159,7 +159,7 @@ def test_compiled_code_multiplies_the_bits_of_floats(
     ("bits", "scales", "inputs"),
     [
         (4, torch.bfloat16, 64),
-        (16, None, 64),
+        pytest.param(16, None, 64, marks=pytest.mark.slow),
         pytest.param(8, torch.float32, 64, marks=pytest.mark.slow),
         pytest.param(32, None, 51, marks=pytest.mark.slow),
         pytest.param(4, torch.float32, 64, marks=pytest.mark.slow),
@@ -199,8 +199,15 @@ def test_compiled_code_takes_any_number_of_rows(
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.bfloat16, 1),
+        (torch.float32, 3),
+        pytest.param(torch.bfloat16, 3, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_for_a_few_rows_multiplies_floats(dtype: torch.dtype, rows: int) -> None:
     patch_inductor()
     generate_word_loops()
