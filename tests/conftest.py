@@ -40,7 +40,6 @@ LONGEST = (
     "tests/executor/test_torchrun.py",
     "tests/kernels/test_attention_kernels.py",
     "tests/kernels/test_sampling_kernels.py",
-    "tests/structure/test_annexes.py",
     "tests/executor/test_tensor_parallel.py",
     "tests/cli/test_cli_chat_terminal.py",
 )
