@@ -131,7 +131,10 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(
     "activation",
     ["silu", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gelu", "gelu_pytorch_tanh"))],
 )
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "width",
+    [OWN, *(pytest.param(width, marks=pytest.mark.slow) for width in WIDTHS if width != OWN)],
+)
 def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(
     width: int, activation: str
 ) -> None:
