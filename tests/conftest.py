@@ -28,7 +28,23 @@ import pytest
 
 from tests.model_families import save_tiny_model, save_word_tokenizer
 
+ROOT = Path(__file__).parents[1]
 THOROUGH_FACTOR = 10
+LONGEST = (
+    "tests/end_to_end/test_parity_families.py",
+    "tests/tutorials/test_tutorials.py",
+    "tests/worker/test_region_packages.py",
+    "tests/end_to_end/test_feature_pairs.py",
+    "tests/kernels/test_code_words.py",
+    "tests/server/test_disaggregated.py",
+    "tests/executor/test_torchrun.py",
+    "tests/kernels/test_attention_kernels.py",
+    "tests/kernels/test_sampling_kernels.py",
+    "tests/executor/test_tensor_parallel.py",
+    "tests/cli/test_cli_chat_terminal.py",
+)
+"""Files that take longest by default. They run first: a file is the work of one process, and one that is
+started last keeps the other processes waiting."""
 
 # Before pytest is configured: then Hypothesis loads the profile of its own option, if it is given.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -47,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     shard = config.getoption("--shard")
     if shard is not None:
         part, parts = map(int, shard.split("/"))

@@ -30,6 +30,11 @@ def random_prompts(
     return [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+_GUESSES: dict[tuple[int, ...], list[int]] = {}
+"""Prompt -> token ids that an engine gave last. Where transformers agrees with each of them, one pass over all
+of them tells so, in place of one pass for each."""
+
+
 @lru_cache(maxsize=2)
 def reference_model(directory: Path, gguf_file: str | None = None) -> Any:
     """The model as transformers loads it, in float32."""
@@ -43,9 +48,12 @@ def reference_model(directory: Path, gguf_file: str | None = None) -> Any:
 def _reference_tokens(
     directory: Path, gguf_file: str | None, prompt: tuple[int, ...], max_tokens: int
 ) -> list[int]:
-    ids = torch.tensor([prompt])
+    model, ids = reference_model(directory, gguf_file), torch.tensor([prompt])
+    guess = _GUESSES.get(prompt, [])[:max_tokens]
     with torch.inference_mode():
-        out = reference_model(directory, gguf_file).generate(
+        if guess and _is_greedy(model, prompt, guess, max_tokens):
+            return guess
+        out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -55,13 +63,25 @@ def _reference_tokens(
     return out[0, len(prompt) :].tolist()
 
 
+def _is_greedy(model: Any, prompt: tuple[int, ...], tokens: list[int], max_tokens: int) -> bool:
+    """Whether each of the tokens is the likeliest one after those before it,
+    and the answer ends where it must."""
+    end = model.generation_config.eos_token_id
+    ends = {end} if isinstance(end, int) else {*(end or ())}
+    if ends.intersection(tokens[:-1]) or (len(tokens) < max_tokens and tokens[-1] not in ends):
+        return False
+    logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    return logits.argmax(-1).tolist() == tokens
+
+
 def reference_tokens(
     directory: Path,
     prompts: Sequence[Sequence[int]],
     max_tokens: int = MAX_TOKENS,
     gguf_file: str | None = None,
 ) -> list[list[int]]:
-    """What transformers' greedy ``generate`` appends to each prompt."""
+    """What transformers' greedy ``generate`` appends to each prompt: it is not called where one pass confirms
+    what an engine said."""
     return [_reference_tokens(directory, gguf_file, tuple(prompt), max_tokens) for prompt in prompts]
 
 
@@ -97,7 +117,11 @@ def run(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
     """Complete prompts of token ids, all in one batch."""
-    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs):
+        if output.outputs:  # no error
+            _GUESSES[tuple(prompt)] = list(output.outputs[0].token_ids)
+    return outputs
 
 
 def greedy(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:

@@ -314,6 +314,7 @@ def test_kernels_of_compiled_code_have_names_that_can_be_read() -> None:
     assert long.startswith("to_copy_add_amax") and long.endswith("ub_0") and len(long) == NAME_CHARS
 
 
+@pytest.mark.slow
 def test_a_run_that_was_refused_or_ended_early_has_no_speed(tiny_model: Callable[..., Path]) -> None:
     """Against a pattern that ends answers, one that cannot be compiled, and one that lets them go on."""
     case = parse_case("decode:2:8")

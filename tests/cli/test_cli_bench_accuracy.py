@@ -53,6 +53,7 @@ def test_a_file_is_read_in_windows(word_tokenizer: Path, tmp_path: Path) -> None
         tokenized(model, file, 50)
 
 
+@pytest.mark.slow
 def test_an_engine_that_computes_in_float32_makes_no_error(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@ and give what transformers gives nevertheless."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sdpa": {"attention_backend": "sdpa"},
     "no prefix cache": {"enable_prefix_caching": False},
 }
+DISTINCT_SETTINGS = ("whole prompts", "few blocks and chunks", "n-grams")
+"""Those of every family by default; the first family has all of them."""
 
 
 def windowed(tiny_model: TinyModel, family: str, window: int = WINDOW) -> Path:
@@ -74,8 +77,13 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", GROUPS)
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one[0] != "qwen2" and one[1] not in DISTINCT_SETTINGS))
+        for one in itertools.product(GROUPS, SETTINGS)
+    ],
+)
 def test_windows_that_forget_equal_transformers(tiny_model: TinyModel, family: str, setting: str) -> None:
     """Twice, so that the second round finds prefixes."""
     directory = windowed(tiny_model, family)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minivllm import SamplingParams
+from tests import parity_reference
 from tests.model_families import FAMILIES
 from tests.parity_reference import (
     BLOCK_SIZE,
@@ -54,10 +55,11 @@ RELATIVE = 1e-4
 def assert_equals_transformers(directory: Path, **settings: Any) -> None:
     """Whole prompts in one batch, the same ones again from the prefix cache, and then in other orders."""
     prompts = random_prompts()
-    expected = reference_tokens(directory, prompts)
-    greedy_params = SamplingParams(temperature=0.0, max_tokens=len(max(expected, key=len)))
+    greedy_params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     with tiny_llm(directory, **settings) as llm:
-        assert tokens_of(run(llm, prompts, greedy_params)) == expected
+        answers = tokens_of(run(llm, prompts, greedy_params))
+        expected = reference_tokens(directory, prompts)
+        assert answers == expected
 
         before = llm.get_metrics().num_computed_tokens
         again = run(llm, prompts, greedy_params)
@@ -103,6 +105,29 @@ def assert_logits_close(directory: Path, **settings: Any) -> None:
     torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("wrong", ["a token", "the end", "all"])
+def test_the_judge_takes_no_wrong_guess(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """What an engine says saves passes of transformers, and decides nothing."""
+    directory, (prompt,) = tiny_model("llama"), random_prompts((12,), seed=3)
+    monkeypatch.setattr(parity_reference, "_GUESSES", {})
+    parity_reference._reference_tokens.cache_clear()
+    [expected] = reference_tokens(directory, [prompt])
+    other = [(token + 1) % 400 for token in expected]
+    guess = {"a token": [*expected[:5], other[5], *expected[6:]], "the end": expected[:-1], "all": other}[
+        wrong
+    ]
+    for given, is_confirmed in ((expected, True), (guess, False)):
+        parity_reference._GUESSES[tuple(prompt)] = given
+        parity_reference._reference_tokens.cache_clear()
+        with monkeypatch.context() as patch:
+            model = parity_reference.reference_model(directory, None)
+            if is_confirmed:
+                patch.setattr(model, "generate", lambda *_, **__: pytest.fail("one pass is enough"))
+            assert reference_tokens(directory, [prompt]) == [expected]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_whole_cached_and_in_any_order(
     tiny_model: TinyModel, family: str
@@ -143,8 +168,9 @@ def test_greedy_tokens_equal_transformers_ahead_of_the_scheduler_and_in_a_second
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     settings = {"async_scheduling": True} if is_async else drafts
     with tiny_llm(directory, max_num_batched_tokens=16, **settings) as llm:
+        answers = greedy(llm, prompts)
         expected = reference_tokens(directory, prompts)
-        assert greedy(llm, prompts) == expected
+        assert answers == expected
         assert is_async or llm.get_metrics().num_draft_tokens > 0
         turns = [prompt + answer + ids for prompt, answer, ids in zip(prompts, expected, pattern)]
         outputs = run(llm, turns, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))

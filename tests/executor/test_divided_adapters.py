@@ -111,6 +111,7 @@ def test_an_adapter_that_one_stage_would_refuse_is_refused_by_all(
         assert not any(worker.adapters._adapters for worker in workers)
 
 
+@pytest.mark.slow
 def test_vectors_and_tokens_of_processes_are_those_of_one_worker(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

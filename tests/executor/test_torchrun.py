@@ -50,7 +50,11 @@ def test_every_rank_is_answered_as_one_engine_would(tiny_model: Callable[..., Pa
     assert first[:3] == expected and first[3] and "10" in first[4] and first[5] == expected[0]
 
 
-@pytest.mark.parametrize("is_ours", [True, False], ids=["alone", "beside the group of a script"])
+@pytest.mark.parametrize(
+    "is_ours",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["alone", "beside the group of a script"],
+)
 @pytest.mark.parametrize("ends", ["close()", "__del__", "exit"])
 def test_nothing_is_left_of_a_process_group_when_its_process_ends(
     tmp_path: Path, is_ours: bool, ends: str

@@ -121,8 +121,19 @@ def test_words_hold_floats(seed: int, dtype: torch.dtype, blocks: int, pairs: in
 
 @needs_compiler
 @pytest.mark.parametrize("scales", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "group_size", "rows"), [(4, 32, 1), (4, 64, 3), (8, 32, 1), (8, 96, 2)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "rows", "dtype"),
+    [
+        (4, 32, 1, torch.float32),
+        (4, 64, 3, torch.bfloat16),
+        (8, 32, 1, torch.bfloat16),
+        (8, 96, 2, torch.float32),
+        pytest.param(4, 32, 1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, 64, 3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, 32, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, 96, 2, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_multiplies_the_bits_of_floats(
     bits: int, group_size: int, rows: int, dtype: torch.dtype, scales: torch.dtype
 ) -> None:
@@ -148,7 +159,7 @@ def test_compiled_code_multiplies_the_bits_of_floats(
     ("bits", "scales", "inputs"),
     [
         (4, torch.bfloat16, 64),
-        (16, None, 64),
+        pytest.param(16, None, 64, marks=pytest.mark.slow),
         pytest.param(8, torch.float32, 64, marks=pytest.mark.slow),
         pytest.param(32, None, 51, marks=pytest.mark.slow),
         pytest.param(4, torch.float32, 64, marks=pytest.mark.slow),
@@ -180,6 +191,7 @@ def test_compiled_code_takes_any_number_of_rows(
     package = torch._inductor.aoti_compile_and_package(
         torch.export.export(Doubled(), (x, words), dynamic_shapes=sizes),
         package_path=str(tmp_path / "doubled.pt2"),
+        inductor_configs={"aot_inductor.precompile_headers": False},  # which would take longer than it saves
     )
     compiled = torch._inductor.aoti_load_package(package)
     for rows in (2, ROWS_TOGETHER, ROWS_TOGETHER + 1, MANY_ROWS, MANY_ROWS + 1, 200):
@@ -188,8 +200,15 @@ def test_compiled_code_takes_any_number_of_rows(
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.bfloat16, 1),
+        (torch.float32, 3),
+        pytest.param(torch.bfloat16, 3, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_for_a_few_rows_multiplies_floats(dtype: torch.dtype, rows: int) -> None:
     patch_inductor()
     generate_word_loops()

@@ -127,8 +127,14 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(
 
 @needs_tiles
 @needs_compiler
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "activation",
+    ["silu", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gelu", "gelu_pytorch_tanh"))],
+)
+@pytest.mark.parametrize(
+    "width",
+    [OWN, *(pytest.param(width, marks=pytest.mark.slow) for width in WIDTHS if width != OWN)],
+)
 def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(
     width: int, activation: str
 ) -> None:
@@ -159,8 +165,15 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
 
 @needs_compiler
 @pytest.mark.skipif(OWN != OUTPUTS, reason="not a CPU on which oneDNN's kernel multiplies a block")
-@pytest.mark.parametrize("varies", [True, False])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("threads", "varies"),
+    [
+        (1, True),
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_up_to_a_block_of_rows_inputs_are_cut_only_for_the_second_cache(threads: int, varies: bool) -> None:
     """Whether Inductor's code still has what is changed of it,
     and the product of as many inputs as must be cut."""

@@ -83,6 +83,7 @@ def test_noise_bits_are_the_hash_of_seed_position_and_token(rows):
     assert (bits.long() & WORD).tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_cpp_compiler() is None, reason="no C++ compiler")
 def test_compiled_noise_of_a_vocabulary_is_the_hash_and_stays_in_vectors() -> None:
     seeds, positions, vocab_size = torch.tensor([-5, 2**40 + 1]), torch.tensor([3, 0]), 4096

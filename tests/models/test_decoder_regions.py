@@ -284,7 +284,12 @@ def test_every_part_of_a_spec_tells_compiled_code_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["norms before and after", "norms over all heads", "queries scaled by position"]
+    "name",
+    [
+        "norms before and after",
+        pytest.param("norms over all heads", marks=pytest.mark.slow),
+        pytest.param("queries scaled by position", marks=pytest.mark.slow),
+    ],
 )
 @torch.inference_mode()
 def test_what_a_spec_adds_is_traced_without_a_break(name: str) -> None:

@@ -78,7 +78,11 @@ def unloaded(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     return Decoder(config, dtype=dtype, attention_dtype=dtype, device=CPU, max_model_len=64)
 
 
-@pytest.mark.parametrize(("entries", "layers"), [(V3, 61), (V2_LITE, 27)], ids=["V3", "V2-Lite"])
+@pytest.mark.parametrize(
+    ("entries", "layers"),
+    [pytest.param(V3, 61, marks=pytest.mark.slow), (V2_LITE, 27)],
+    ids=["V3", "V2-Lite"],
+)
 def test_a_token_costs_576_values_a_layer_as_the_papers_say(entries: dict[str, Any], layers: int) -> None:
     """kv_lora_rank 512 and qk_rope_head_dim 64, once: no V, nothing per head."""
     model = unloaded(build(entries), torch.bfloat16)

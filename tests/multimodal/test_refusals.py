@@ -56,6 +56,7 @@ def test_limits_that_are_none(value: Any) -> None:
         EngineArgs(limit_mm_per_prompt=value)
 
 
+@pytest.mark.slow
 def test_regions_for_text_are_those_of_a_model_that_reads_only(directories: dict[str, Path]) -> None:
     """Seeing adds one region, the first one with images."""
     settings = {"model": str(directories["clip"]), "num_gpu_blocks_override": 64, "block_size": 16}

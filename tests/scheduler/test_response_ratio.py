@@ -73,7 +73,7 @@ more_seeds = pytest.mark.parametrize(
 
 
 @more_seeds
-@pytest.mark.parametrize("rate", [2.0, 5.0])
+@pytest.mark.parametrize("rate", [pytest.param(2.0, marks=pytest.mark.slow), 5.0])
 def test_a_thousand_requests_in_twenty_families_find_more_and_wait_less(rate: float, seed: int) -> None:
     fair, by_ratio = (outcome(policy, 20, 50, rate, seed) for policy in ("fcfs", "response-ratio"))
     assert by_ratio.hits >= 1.5 * fair.hits

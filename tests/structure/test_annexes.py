@@ -111,7 +111,9 @@ def without_annexes(program: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("flags", ["", "tensor_parallel_size=2, multiprocess=True"])
+@pytest.mark.parametrize(
+    "flags", ["", pytest.param("tensor_parallel_size=2, multiprocess=True", marks=pytest.mark.slow)]
+)
 def test_an_engine_serves_without_annexes(
     tiny_model: Callable[..., Path], tmp_path: Path, flags: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ def examples_drawn(monkeypatch: pytest.MonkeyPatch, option: str | None, variable
     if variable is not None:
         monkeypatch.setenv("HYPOTHESIS_PROFILE", variable)
     config: Any = SimpleNamespace(getoption={"--shard": None, "--hypothesis-profile": option}.get)
-    item: Any = SimpleNamespace(obj=property_of_numbers)
+    item: Any = SimpleNamespace(obj=property_of_numbers, path=Path(__file__))
     pytest_collection_modifyitems(config, [item])
     drawn: int = getattr(property_of_numbers, attribute).max_examples
     monkeypatch.undo()

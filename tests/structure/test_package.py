@@ -73,6 +73,7 @@ def test_torch_is_pinned_to_the_versions_the_engine_is_made_for() -> None:
     assert "<2.14" in torch
 
 
+@pytest.mark.slow
 def test_generation_works_where_asserts_are_stripped(tiny_model: Callable[..., Path]) -> None:
     program = f"""
 import sys

@@ -19,9 +19,7 @@ from tutorials.__main__ import FOLDER, Chapter, chapters
 CHAPTERS = chapters()
 ISOLATED = {"10", "11", "14", "A"}
 """Run in processes of their own:
-they start processes, add to the table of families, or Dynamo looks into __main__."""
-COMPILED = {"A"}
-"""Run the default engine, whose first start compiles for about a minute."""
+they start processes, add to the table of families, or Dynamo looks into __main__. Each takes many seconds."""
 
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
 
@@ -40,7 +38,7 @@ def run(*arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize(
     "chapter",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one.number in COMPILED)) for one in CHAPTERS],
+    [pytest.param(one, marks=[pytest.mark.slow] * (one.number in ISOLATED)) for one in CHAPTERS],
     ids=lambda chapter: chapter.path.stem,
 )
 def test_a_chapter_keeps_its_promises_and_so_do_its_solutions(

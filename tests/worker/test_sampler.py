@@ -113,26 +113,27 @@ def test_a_request_gets_the_same_tokens_whatever_rows_are_beside_it(dtype):
         assert together.logprobs == [alone[row].logprobs[0] for row in rows]
 
 
-class OnlyShort(RegionCompiler):
-    """Leaves the truncated draw uncompiled, which takes a CPU's compiler a minute."""
+def only(kind: type[RegionCompiler], *names: str) -> type[RegionCompiler]:
+    """A compiler that leaves regions of all other names uncompiled: a CPU's compiler takes half a minute for
+    a draw, and more than a minute for a truncated one."""
 
-    def __call__(self, region: Region) -> Callable[..., torch.Tensor]:
-        return (
-            region.function
-            if region.name in ("keys of logits", "truncated draw")
-            else super().__call__(region)
-        )
+    class Only(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, region: Region) -> Callable[..., Any]:
+            return super().__call__(region) if region.name in names else region.function
+
+    return Only
 
 
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-def test_draws_that_nothing_edits_are_compiled_on_a_gpu() -> None:
+@pytest.mark.parametrize("names", [(), pytest.param(("draw",), marks=pytest.mark.slow)])
+def test_draws_that_nothing_edits_are_compiled_on_a_gpu(names: tuple[str, ...]) -> None:
     """Here on a CPU, and the tokens are those that are drawn uncompiled, alone and beside others."""
     vocab_size, dtype = 1003, torch.bfloat16
     requests = [make_request(seed=i, **({}, {"min_p": 0.1, "temperature": 0.6})[i % 2]) for i in range(4)]
     requests += [variety_request(2), variety_request(12), GREEDY_REQUEST, variety_request(8)]
     plain, compiled = Bench(vocab_size, *requests), Bench(vocab_size, *requests)
     spec = TensorSpec((Size("rows", 5, single=1), vocab_size), dtype, torch.device("cpu"))
-    draws, drawn = _compiled_draws(OnlyShort(enabled=True, single_rows=True), spec), []
+    draws, drawn = _compiled_draws(only(RegionCompiler, *names)(enabled=True, single_rows=True), spec), []
 
     def watched(index: int) -> Callable[..., torch.Tensor]:
         return lambda logits, *rest: drawn.append((index, len(logits))) or draws[index](logits, *rest)
@@ -161,11 +162,6 @@ def test_slots_are_interchangeable_and_positions_may_be_a_tensor():
 GREEDY_REQUEST = make_request(**GREEDY)
 
 
-@pytest.fixture(scope="module")
-def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("regions")
-
-
 class EveryThird:
     """A mask for some slots that lets a third of the tokens pass, others at every position."""
 
@@ -180,9 +176,10 @@ class EveryThird:
             logits[row, (torch.arange(logits.shape[1]) + int(positions[row])) % 3 > 0] = -torch.inf
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
 def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
-    regions: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are those that are drawn uncompiled, whatever is beside them; only edited rows, and those that
     need more candidates, take the way they always took."""
@@ -191,7 +188,7 @@ def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
     requests += [make_request(seed=3, temperature=30.0, top_p=0.99), make_request(seed=4, top_k=1500)]
     edited, needs_more = 6, [5, 7, 8]  # more than 256 tokens are kept
     plain, compiled = (Bench(vocab_size, *requests, masks=[EveryThird(0, 1, 3, edited)]) for _ in range(2))
-    compiler = PackagedRegionCompiler(regions)
+    compiler = PackagedRegionCompiler(tmp_path)
     compiled.sampler.use_regions(compiler, dtype)
     compiler.build()
     uncompiled: list[int] = []
@@ -221,10 +218,10 @@ def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
 
 
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-def test_compiled_code_finds_the_first_of_the_greatest_logits(regions: Path) -> None:
+def test_compiled_code_finds_the_first_of_the_greatest_logits(tmp_path: Path) -> None:
     vocab_size, rows = 3 * 512, 5
     bench = Bench(vocab_size, *[GREEDY_REQUEST] * rows)
-    compiler = PackagedRegionCompiler(regions)
+    compiler = only(PackagedRegionCompiler, "likeliest tokens")(tmp_path)
     bench.sampler.use_regions(compiler, torch.bfloat16)
     compiler.build()
     generator = torch.Generator().manual_seed(0)
