@@ -61,16 +61,21 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class ImageItem(msgspec.Struct, frozen=True):
-    """An image of a prompt. digest: of its pixels, 32 bytes. offset, length: of its span, all tokens that it
-    brings. runs: (first, count) of placeholders in a row, counted from offset. unit_embeds: of the least that
-    is encoded."""
+    """An image of a prompt. Its span is all tokens that it brings."""
 
     digest: bytes
+    """Of its pixels, 32 bytes."""
     offset: int
+    """Position of the span."""
     length: int
+    """Tokens of the span."""
     runs: list[tuple[int, int]]
+    """(first, count) of placeholders in a row, counted from offset."""
     unit_embeds: int
+    """Embeddings of a unit, the least that is encoded."""
     num_units: int
+    sees_itself: bool = False
+    """All placeholders of a run see each other (Gemma 3), so a step computes a run as a whole."""
 
     @property
     def num_embeds(self) -> int:
@@ -80,6 +85,13 @@ class ImageItem(msgspec.Struct, frozen=True):
     def end(self) -> int:
         """The position in the prompt after the last placeholder."""
         return self.offset + sum(self.runs[-1])
+
+    def whole_runs(self, end: int) -> int:
+        """Where a step ends that could end before position ``end``: not inside a run that sees itself."""
+        for first, count in self.runs if self.sees_itself else ():
+            if self.offset + first < end < self.offset + first + count:
+                return self.offset + first
+        return end
 
 
 class UnitsToEncode(msgspec.Struct, frozen=True):

@@ -44,9 +44,22 @@ def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
             request.num_computed_tokens,
             count,
             all_drafts.get(request_id, ()),
+            _runs(request, count) if request.data.images else (),
         )
         for request_id, count in step.num_scheduled_tokens.items()
     ]
+
+
+def _runs(request: WorkerRequest, count: int) -> list[Run]:
+    """Runs of images that see themselves among the next ``count`` tokens of a request."""
+    start = request.num_computed_tokens
+    runs = [
+        (item.offset + first, item.offset + first + size)
+        for item in request.data.images
+        if item.sees_itself
+        for first, size in item.runs
+    ]
+    return [run for run in runs if run[0] < start + count and start < run[1]]
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class ImagesConfig:
     family: str
     """Whose spans and encoder: a model_type of config.json."""
     placeholder: int
-    """The token that stands for an image, and in its span for each embedding."""
+    """The token of a prompt that stands for an image, before its span takes that place."""
     unit_embeds: int
     """Embeddings of the least that the encoder encodes."""
     unit_shape: tuple[int, int, int]
@@ -85,6 +85,8 @@ class ImagesConfig:
     bytes_per_embed: int
     most_in_prompt: int
     """Images of a prompt."""
+    least_batched_tokens: int
+    """Of a step: a run that sees itself is computed as a whole, beside all decodes. 0: runs may be cut."""
     max_num_batched_embeds: int
     """Embeddings that a step encodes, at least one unit's."""
     encoder_cache_bytes: int

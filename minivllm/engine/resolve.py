@@ -121,7 +121,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         vocab_size=facts.vocab_size,
         dtype=dtype,
         budget=token_budget,
+        max_num_seqs=max_num_seqs,
     )
+    if images is not None:
+        token_budget = max(token_budget, images.least_batched_tokens)
     config = EngineConfig(
         model=args.model,
         model_path=str(path),

@@ -36,6 +36,13 @@ class Description:
         def changed(mixer: SelfAttentionSpec) -> SelfAttentionSpec:
             return replace(mixer, attend=mixer.attend._replace(scale=scale, soft_cap=soft_cap))
 
+        return self._with_mixers(changed)
+
+    def looking_ahead(self) -> Description:
+        """The same for images that see themselves."""
+        return self._with_mixers(lambda mixer: replace(mixer, attend=mixer.attend._replace(looks_ahead=True)))
+
+    def _with_mixers(self, changed: Callable[[SelfAttentionSpec], SelfAttentionSpec]) -> Description:
         return replace(
             self, layers=tuple(replace(layer, mixer=changed(layer.attention)) for layer in self.layers)
         )

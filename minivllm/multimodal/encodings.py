@@ -147,6 +147,9 @@ class Encodings:
         for number, item in enumerate(request.images):
             if item.end <= start:
                 continue
+            count = item.whole_runs(start + count) - start
+            if count <= 0:
+                return 0
             if place_of(item, 0) >= start + count:
                 break
             reader = (request.request_id, number)

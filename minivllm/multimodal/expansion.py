@@ -32,29 +32,54 @@ class Span(NamedTuple):
 
 
 class Expansion(Protocol):
-    """What a family makes of an image.
-
-    unit_embeds: embeddings of a unit. unit_shape: its pixels, channels first. most_embeds: of the largest
-    image. options: names of the choices that a caller has.
-    """
+    """What a family makes of an image."""
 
     @property
-    def unit_embeds(self) -> int: ...
+    def placeholder(self) -> int:
+        """The token that stands for an image in a prompt."""
+
     @property
-    def unit_shape(self) -> tuple[int, int, int]: ...
+    def unit_embeds(self) -> int:
+        """Embeddings of a unit."""
+
     @property
-    def most_embeds(self) -> int: ...
+    def unit_shape(self) -> tuple[int, int, int]:
+        """Pixels of a unit, channels first."""
+
     @property
-    def options(self) -> tuple[str, ...]: ...
+    def most_embeds(self) -> int:
+        """Embeddings of the largest image."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the choices that a caller has."""
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether all placeholders of a run see each other."""
+
+    @property
+    def around(self) -> str:
+        """What stands before and after a span as text, so that the tokenizer reads it with its neighbours."""
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
         """The span of an image of this size [pixels]."""
+
+
+def image_token(config: Mapping[str, Any]) -> int:
+    """The token for an embedding, by the entries of config.json. Raises KeyError."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(found, int):
+        raise KeyError("image_token_id")
+    return found
 
 
 class OneRun:
     """LLaVA 1.5: every image is resized to one size, and gives one run of embeddings."""
 
     options: tuple[str, ...] = ()
+    sees_itself = False
+    around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
@@ -67,11 +92,35 @@ class OneRun:
         drops_first = config.get("vision_feature_select_strategy", "default") == "default"
         self.unit_embeds = self.most_embeds = (height // patch) * (width // patch) + has_whole - drops_first
         self.unit_shape = 3, height, width
-        self._placeholder = config.get("image_token_id", config.get("image_token_index"))
+        self.placeholder = image_token(config)
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
         """See Expansion."""
-        return Span([self._placeholder] * self.unit_embeds, [(0, self.unit_embeds)], 1)
+        return Span([self.placeholder] * self.unit_embeds, [(0, self.unit_embeds)], 1)
+
+
+class MarkedRun:
+    """Gemma 3: every image is resized to one size, and gives one run, which sees itself, between two markers.
+    Prompts have the first marker alone."""
+
+    options: tuple[str, ...] = ()
+    sees_itself = True
+    around = "\n\n"
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        if processor.get("do_pan_and_scan"):
+            raise ModelError("do_pan_and_scan cuts crops out of images, which is not served yet.")
+        self.unit_embeds = self.most_embeds = int(config.get("mm_tokens_per_image", 256))
+        self.unit_shape = 3, processor["size"]["height"], processor["size"]["width"]
+        self.placeholder = int(config.get("boi_token_index", 255999))
+        run = [int(config.get("image_token_index", 262144))] * self.unit_embeds
+        self._span = Span(
+            [self.placeholder, *run, int(config.get("eoi_token_index", 256000))], [(1, len(run))], 1
+        )
+
+    def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
+        """See Expansion."""
+        return self._span
 
 
 class Tiles:
@@ -79,6 +128,8 @@ class Tiles:
     and is added as a small one."""
 
     options = ("do_image_splitting",)
+    sees_itself = False
+    around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
@@ -91,7 +142,7 @@ class Tiles:
             "scale_factor", 2
         ) ** 2
         self.unit_shape = 3, self._edge, self._edge
-        self._placeholder = config.get("image_token_id", config.get("image_token_index"))
+        self.placeholder = image_token(config)
         most = math.ceil(min(self._longest or LARGEST_SIDE, LARGEST_SIDE) / self._edge)
         self.most_embeds = self.unit_embeds * (most * most + 1 if most > 1 else 1)
         self._known: dict[tuple[int, int], Span] = {}
@@ -145,7 +196,7 @@ class Tiles:
             parts.append("\n")
         parts.append("\n" if rows else "")
         token_ids = encode("".join(parts) + f"{around}<global-img>{tile}{around}")
-        is_image = [token == self._placeholder for token in token_ids]
+        is_image = [token == self.placeholder for token in token_ids]
         starts = [
             place for place, now in enumerate(is_image) if now and (place == 0 or not is_image[place - 1])
         ]
@@ -167,6 +218,7 @@ _FAMILIES: Mapping[str, Make] = {
     "llava": OneRun,
     "idefics3": Tiles,
     "smolvlm": Tiles,
+    "gemma3": MarkedRun,
 }
 FAMILIES = tuple(_FAMILIES)
 """Whose images are served, by model_type."""

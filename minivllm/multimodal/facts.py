@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.config import EngineArgs, ImagesConfig
 from minivllm.errors import ModelError
-from minivllm.multimodal.expansion import FAMILIES, make_expansion
+from minivllm.multimodal.expansion import FAMILIES, Expansion, make_expansion
 
 MOST_IMAGES = 8
 """In a prompt, if limit_mm_per_prompt does not say."""
@@ -52,11 +52,12 @@ def find_images(
     vocab_size: int,
     dtype: str,
     budget: int,
+    max_num_seqs: int,
 ) -> tuple[ImagesConfig | None, str]:
     """How a model sees images, or None and why it does not, in a sentence.
 
     path, implementation, vocab_size: of the model. hidden_size, dtype: of its embeddings. budget: tokens of a
-    step. Raises ModelError for broken files.
+    step, unless images need more. Raises ModelError for broken files.
     """
     directory = Path(path)
     config = read_config(directory) if directory.is_dir() else {}
@@ -72,32 +73,51 @@ def find_images(
         reason = (
             f"Its directory has no preprocessor_config.json, which says how images become pixels: {path}."
         )
-    placeholder = config.get("image_token_id", config.get("image_token_index"))
-    if not reason and not (isinstance(placeholder, int) and 0 <= placeholder < vocab_size):
-        reason = (
-            f"image_token_id in config.json is {placeholder!r}, but must be one of the {vocab_size} known "
-            "tokens."
-        )
     if reason:
         return None, reason
     expansion = make_expansion(str(family), config, processor, str(directory))
+    least = _least_batched_tokens(args, expansion, max_num_seqs)
+    if not 0 <= expansion.placeholder < vocab_size:
+        reason = f"Images stand at token {expansion.placeholder}, but only {vocab_size} tokens are known."
+    elif args.max_num_batched_tokens is not None and args.max_num_batched_tokens < least:
+        reason = (
+            f"An image of this model is computed in one step: max_num_batched_tokens is "
+            f"{args.max_num_batched_tokens}, but must be at least {least}."
+        )
+    elif 0 < args.long_prefill_token_threshold < (expansion.unit_embeds if expansion.sees_itself else 0):
+        reason = (
+            "An image of this model is computed in one step: long_prefill_token_threshold is "
+            f"{args.long_prefill_token_threshold}, but must be at least {expansion.unit_embeds}, or 0."
+        )
+    if reason:
+        return None, reason
     unit_embeds, most_embeds = expansion.unit_embeds, expansion.most_embeds
     bytes_per_embed = hidden_size * (4 if dtype == "float32" else 2)
+    encoder_budget = max(args.max_num_batched_encoder_embeds or max(budget, least), unit_embeds)
     asked_bytes = args.encoder_cache_bytes or 2 * most_embeds * bytes_per_embed
     return (
         ImagesConfig(
             family=str(family),
-            placeholder=placeholder,
+            placeholder=expansion.placeholder,
             unit_embeds=unit_embeds,
             unit_shape=expansion.unit_shape,
             most_embeds=most_embeds,
             bytes_per_embed=bytes_per_embed,
             most_in_prompt=most,
-            max_num_batched_embeds=max(args.max_num_batched_encoder_embeds or budget, unit_embeds),
+            least_batched_tokens=least,
+            max_num_batched_embeds=encoder_budget,
             encoder_cache_bytes=max(asked_bytes, most_embeds * bytes_per_embed),
         ),
         "",
     )
+
+
+def _least_batched_tokens(args: EngineArgs, expansion: Expansion, max_num_seqs: int) -> int:
+    """Tokens of a step in which a run fits beside all decodes: these would keep it waiting for ever."""
+    if not expansion.sees_itself:
+        return 0
+    drafts = (args.speculative_config or {}).get("num_speculative_tokens") or 0
+    return args.pipeline_parallel_size * expansion.unit_embeds + max_num_seqs * (1 + drafts)
 
 
 def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation: str, most: int) -> str:

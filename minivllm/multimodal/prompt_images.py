@@ -87,6 +87,14 @@ class PromptImages:
                 raise RequestError(f"mm_processor_kwargs[{key!r}] is {value!r}, but must be true or false.")
         return dict(options or {})
 
+    def surrounded(self, text: str) -> str:
+        """A prompt's text with what a family writes around each placeholder."""
+        around, tokenizer = self._expansion.around, self._tokenizer
+        if not around or tokenizer is None:
+            return text
+        marker = tokenizer.backend.id_to_token(self.config.placeholder)
+        return text if marker is None else text.replace(marker, f"{around}{marker}{around}")
+
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[ImageItem]]:
@@ -114,6 +122,7 @@ class PromptImages:
                 runs=span.runs,
                 unit_embeds=self._expansion.unit_embeds,
                 num_units=span.num_units,
+                sees_itself=self._expansion.sees_itself,
             )
             if item.num_embeds > self.config.most_embeds:
                 raise RequestError(

@@ -230,6 +230,7 @@ class InputProcessor:
             add_special_tokens=add_special_tokens,
             parse_special_tokens=parse_special_tokens,
             max_characters=self._max_characters(tokenizer),
+            edit=str if self.images is None else self.images.surrounded,
             **dict(chat_template_kwargs or {}),
         )
         self._check_num_characters(text, tokenizer)
@@ -288,6 +289,8 @@ class InputProcessor:
             )
         else:
             tokenizer = self._require_tokenizer("A text prompt")
+            if self.images is not None and fields.get("multi_modal_data"):
+                text = self.images.surrounded(text)
             self._check_num_characters(text, tokenizer)
             token_ids = tokenizer.encode(text)
             self._check_token_ids("the tokenized prompt", token_ids)

@@ -223,6 +223,7 @@ class Tokenizer:
         add_special_tokens: bool = False,
         max_characters: int | None = None,
         chat_template: str | None = None,
+        edit: Callable[[str], str] = str,
         **kwargs: Any,
     ) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation; parameters and errors as ``render_chat``.
@@ -230,7 +231,7 @@ class Tokenizer:
         parse_special_tokens: special tokens in messages, tools and kwargs count as such; otherwise they are
         text, and only the template's own ones count. add_special_tokens: put around the text what the
         tokenizer puts around texts, for templates that do not. max_characters: no ids are made of a longer
-        text.
+        text. edit: changes what the template has written.
         """
         hidden = HiddenTexts(self._special_texts)
         if not parse_special_tokens:
@@ -238,6 +239,7 @@ class Tokenizer:
         rendered = self.render_chat(
             messages, add_generation_prompt, tools, chat_template=chat_template, **kwargs
         )
+        rendered = edit(rendered)
         text = hidden.restored(rendered)
         if max_characters is not None and len(text) > max_characters:
             return text, []

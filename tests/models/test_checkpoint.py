@@ -186,7 +186,16 @@ def test_the_text_part_of_a_model_that_sees_images_is_loaded(
     outer = {"architectures": [names[0]], "model_type": names[1], "dtype": text.pop("dtype")}
     (tmp_path / "config.json").write_text(json.dumps({**outer, "vision_config": {}, "text_config": text}))
     config = read_decoder_config(tmp_path)
-    assert replace(config, architecture=text["architectures"][0]) == read_decoder_config(source)
+    looks_ahead = family == "gemma3"  # only its images see themselves, which is the one difference
+    assert all(layer.attention.attend.looks_ahead is looks_ahead for layer in config.layers)
+    layers = tuple(
+        replace(
+            layer, mixer=replace(layer.attention, attend=layer.attention.attend._replace(looks_ahead=False))
+        )
+        for layer in config.layers
+    )
+    plain = replace(config, architecture=text["architectures"][0], layers=layers)
+    assert plain == read_decoder_config(source)
     expected, found = load(source), load(tmp_path)
     assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in found)
 

@@ -12,6 +12,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -25,6 +28,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -36,6 +40,8 @@ SPECIAL = [
     "<fake_token_around_image>",
     "<global-img>",
     "<end_of_utterance>",
+    "<soft>",
+    "<eoi>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]
 CHAT_TEMPLATE = (
@@ -47,12 +53,16 @@ CHAT_TEMPLATE = (
 )
 
 
+NEWLINES = ("ĊĊ", "ĊĊĊ", "ĊĊĊĊ")
+"""Tokens of several newlines, as byte-level vocabularies write them."""
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and the special ones of all families."""
+    """One token for each byte and for a few newlines, and the special ones of all families."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *alphabet, *NEWLINES])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -67,7 +77,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def text_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(
         **{
-            "vocab_size": len(SPECIAL) + 256,
+            "vocab_size": len(SPECIAL) + 256 + len(NEWLINES),
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 2,
@@ -130,6 +140,32 @@ def save_tiles(directory: Path, kind: str = "idefics3") -> Path:
     return _save(directory, model_class(config), processor)
 
 
+def save_gemma3(directory: Path) -> Path:
+    """16 embeddings for an image, which see one another; every second layer has a window."""
+    boi, soft, eoi = (SPECIAL.index(text) for text in ("<image>", "<soft>", "<eoi>"))
+    text = text_config(pad_token_id=0).to_dict() | {
+        "head_dim": 16,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+    }
+    for name in ("model_type", "architectures", "rope_parameters", "rope_theta", "rope_scaling"):
+        text.pop(name, None)
+    config = Gemma3Config(
+        vision_config={**_VISION, "image_size": 32},
+        text_config=text,
+        mm_tokens_per_image=16,
+        boi_token_index=boi,
+        image_token_index=soft,
+        eoi_token_index=eoi,
+        tie_word_embeddings=True,
+    )
+    processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return _save(directory, Gemma3ForConditionalGeneration(config), processor)
+
+
 def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
     """With weights large enough that every part of the model matters, and norms that are not trivial."""
     generator = torch.Generator().manual_seed(1)
@@ -158,6 +194,13 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
         )
         strategy = model.config.vision_feature_select_strategy
         return model, LlavaProcessor(images, tokenizer, 4, strategy, num_additional_image_tokens=int(is_clip))
+    if model.config.model_type == "gemma3":
+        names = {"boi_token": "<image>", "image_token": "<soft>", "eoi_token": "<eoi>"}
+        names |= {f"{name}_id": tokenizer.convert_tokens_to_ids(text) for name, text in names.items()}
+        for name, value in names.items():
+            setattr(tokenizer, name, value)
+        images = Gemma3ImageProcessorPil.from_pretrained(directory)
+        return model, Gemma3Processor(images, tokenizer, image_seq_length=16)
     images = Idefics3ImageProcessorPil.from_pretrained(directory)
     return model, Idefics3Processor(images, tokenizer, image_seq_len=4)
 
@@ -188,11 +231,13 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-KINDS = ("clip", "siglip", "idefics3", "smolvlm")
+KINDS = ("clip", "siglip", "idefics3", "smolvlm", "gemma3")
 
 
 def save(directory: Path, kind: str) -> Path:
     """A model of one of KINDS."""
+    if kind == "gemma3":
+        return save_gemma3(directory)
     return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
 
 

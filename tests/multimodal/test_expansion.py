@@ -10,10 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from minivllm.config import EngineArgs
+from minivllm.engine.resolve import resolve
 from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.tokenizer.tokenizer import load_tokenizer
-from tests.multimodal.models import KINDS, reference
+from tests.multimodal.models import KINDS, picture, reference
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(lambda size: max(size) <= 190 * min(size))
 
@@ -37,9 +40,35 @@ def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, s
             images=[image], text="<image>", return_tensors="np", add_special_tokens=False, **choice
         )
         span = expansion.expand(*size, choice, lambda text: tokenizer.encode(text, add_special_tokens=False))
-        assert span.token_ids == inputs["input_ids"][0].tolist()
+        around = tokenizer.encode(expansion.around, add_special_tokens=False) if expansion.around else []
+        assert [*around, *span.token_ids, *around] == inputs["input_ids"][0].tolist()
         units = inputs["pixel_values"].reshape(-1, *expansion.unit_shape)
         assert len(units) == span.num_units <= expansion.most_embeds // expansion.unit_embeds
         placeholders = [place for first, count in span.runs for place in range(first, first + count)]
-        assert placeholders == [place for place, token in enumerate(span.token_ids) if token == 2]
+        token = config.get("image_token_id", config.get("image_token_index"))
+        assert placeholders == [place for place, one in enumerate(span.token_ids) if one == token]
         assert len(placeholders) == span.num_units * expansion.unit_embeds
+
+
+TEXTS = st.lists(st.sampled_from(["word", "\n", "\n\n", " ", "<image>"]), min_size=1, max_size=12).map(
+    "".join
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+@example(text="user\n<image>\n\nWhat")
+def test_newlines_around_an_image_are_one_token_with_their_neighbours(
+    directories: dict[str, Path], text: str
+) -> None:
+    directory = directories["gemma3"]
+    config, _ = resolve(EngineArgs(model=str(directory), device="cpu"))
+    assert config.images is not None
+    tokenizer = load_tokenizer(directory)
+    ours = PromptImages(config.images, str(directory), tokenizer)
+    images = [picture(seed) for seed in range(text.count("<image>"))]
+    pictures = [ours.read_one(image, {}, "an image") for image in images]
+    token_ids = tokenizer.encode(ours.surrounded(text), add_special_tokens=False)
+    _, processor = reference(directory)
+    inputs = processor(images=images or None, text=text, add_special_tokens=False)
+    assert ours.expand(token_ids, pictures)[0] == list(inputs["input_ids"][0])

@@ -49,6 +49,32 @@ def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: in
         check(llm, directory, "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)])
 
 
+@pytest.mark.parametrize("budget", (20, 33, 64))
+@pytest.mark.parametrize("backend", ("flex", "sdpa", pytest.param("compiled flex", marks=pytest.mark.slow)))
+def test_images_that_see_themselves_are_never_cut(
+    directories: dict[str, Path], budget: int, backend: str
+) -> None:
+    """Chunks end before a run or after it, whatever a step has room for; neighbours share the steps."""
+    directory = directories["gemma3"]
+    cases = [
+        ("<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)]),
+        ("<s>Some words before it: <image>\nand after", [picture(5)]),
+        ("<s>Only words, and more words than a step takes.", []),
+    ]
+    settings = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "compile_in_background": False}
+    settings |= {
+        "attention_backend": backend.split()[-1],
+        "enforce_eager": not backend.startswith("compiled"),
+    }
+    with engine(directory, **settings) as llm:
+        for _ in range(2):
+            outputs = llm.generate([prompt(text, *images) for text, images in cases], GREEDY)
+            for (text, images), output in zip(cases, outputs):
+                assert output.outputs[0].token_ids == expected(directory, text, images, NUM_TOKENS)[0]
+        steps = core_of(llm).scheduler.recent_steps(0)
+        assert all(sum(step.num_scheduled_tokens.values()) <= budget for step in steps)
+
+
 @pytest.mark.parametrize("reach", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_border_of_a_chunk_around_every_run(directories: dict[str, Path], reach: int) -> None:
     directory = directories["smolvlm"]

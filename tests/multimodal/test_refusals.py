@@ -26,6 +26,21 @@ def test_no_images_are_asked_for(directories: dict[str, Path]) -> None:
     assert config.images is None and "limit_mm_per_prompt={'image': 0}" in config.no_images
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"max_num_batched_tokens": 23}, "max_num_batched_tokens is 23, but must be at least 24"),
+        ({"long_prefill_token_threshold": 15}, "long_prefill_token_threshold is 15, but must be at least 16"),
+    ],
+)
+def test_an_image_that_sees_itself_must_fit_into_a_step(
+    directories: dict[str, Path], arguments: dict[str, Any], reason: str
+) -> None:
+    args = EngineArgs(model=str(directories["gemma3"]), device="cpu", max_num_seqs=8, **arguments)
+    config, _ = resolve(args)
+    assert config.images is None and reason in config.no_images
+
+
 def test_a_model_without_its_encoder_reads_text(directories: dict[str, Path]) -> None:
     directory = directories["clip"]
     with engine(directory, limit_mm_per_prompt={"image": 0}) as llm:

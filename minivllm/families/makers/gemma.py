@@ -71,6 +71,10 @@ def _describe(layers: Callable[[Entries], Description], entries: Entries) -> Des
     )
 
 
+def _describe_with_images(entries: Entries) -> Description:
+    return _describe(_gemma3, entries).looking_ahead()
+
+
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any], *, largest: int) -> dict[str, Any]:
     """largest: layers of the one published model whose scale is that of heads of hidden_size / heads
     elements."""
@@ -145,6 +149,7 @@ _GEMMA3_IMAGES = replace(
     architecture="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     gguf_architecture=None,  # its text part is published as "gemma3"
+    describe=_describe_with_images,
     rewrite_config=text_part,
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,

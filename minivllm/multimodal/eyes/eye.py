@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minivllm.checkpoints.checkpoint import open_safetensors, safetensors_files
 from minivllm.config import EngineConfig, ImagesConfig
 from minivllm.errors import ModelError
+from minivllm.multimodal.eyes.gemma3 import gemma3_parts
 from minivllm.multimodal.eyes.idefics3 import idefics3_parts
 from minivllm.multimodal.eyes.llava import llava_parts
 from minivllm.multimodal.facts import read_config, read_processor
@@ -82,7 +83,12 @@ class Eye:
                 tensor.data = theirs.data
 
 
-_FAMILIES = {"llava": llava_parts, "idefics3": idefics3_parts, "smolvlm": idefics3_parts}
+_FAMILIES = {
+    "llava": llava_parts,
+    "idefics3": idefics3_parts,
+    "smolvlm": idefics3_parts,
+    "gemma3": gemma3_parts,
+}
 
 
 def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -> Eye:
