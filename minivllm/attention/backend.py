@@ -72,6 +72,9 @@ class BlockTables(Protocol):
     block_size: int
     block_table: MirroredTable
     kv_position: MirroredTable
+    num_entered: int
+    """Requests that have got a batch slot so far. Until the next one comes, blocks are only appended to the
+    rows of the block table."""
 
 
 @dataclass(frozen=True, kw_only=True)

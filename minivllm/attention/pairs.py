@@ -10,6 +10,17 @@ where blocks hold 4 tokens. The last one sees nothing, in any block: rows of few
 ([5, 2, 7, 5, 1, 5, 1, 5], [0, 0, 0, 1, 1, 2, 2, 0], [0, 4, 8, 0, 4, 0, 4])
 >>> pairs.of_row.tolist()
 [[0, 1, 2], [3, 4, 7], [5, 6, 7]]
+
+All rows read block 5. Pairs of a shared block may come first, side by side, so that all but the first of them
+find its keys and values in the cache of the core. Every pair is computed by itself, and ``of_row`` puts the
+pairs of a row together in the order of the row: the result is the same, bit for bit.
+
+>>> shared = Readers(row=np.array([0, 1, 2]), place=np.array([0, 0, 0]))
+>>> pairs = list_pairs(table, np.array([0, 1, 1]), bounds, block_size=4, num_rows=3, shared=shared)
+>>> pairs.blocks.tolist(), pairs.row.tolist(), pairs.first[:-1].tolist()
+([5, 5, 5, 2, 7, 1, 1, 5], [0, 1, 2, 0, 0, 1, 2, 0], [0, 0, 0, 4, 8, 4, 4])
+>>> pairs.of_row.tolist()
+[[0, 3, 4], [1, 5, 7], [2, 6, 7]]
 """
 
 from __future__ import annotations
@@ -27,6 +38,7 @@ from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.bounds import HostBounds, bounds_of
+from minivllm.attention.lists.shared_prefixes import Readers, block_by_block, find_shared
 from minivllm.attention.lists.tile_lists import blocks_read
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
@@ -49,10 +61,16 @@ class HostPairs(NamedTuple):
 
 
 def list_pairs(
-    table: np.ndarray, slots: np.ndarray, bounds: HostBounds, block_size: int, num_rows: int
+    table: np.ndarray,
+    slots: np.ndarray,
+    bounds: HostBounds,
+    block_size: int,
+    num_rows: int,
+    shared: Readers | None = None,
 ) -> HostPairs:
     """The pairs of queries with these bounds [n], each in the batch slot ``slots`` int64 [n], and of as much
-    padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
+    padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks.
+    shared: pairs that come first, of queries that see all keys before them."""
     begin, _, _, end, _ = blocks_read(bounds, bounds, block_size, tells_full=False)
     counts = np.zeros(num_rows, dtype=np.int64)
     counts[: len(slots)] = end - begin
@@ -64,11 +82,36 @@ def list_pairs(
     place = np.arange(max(MIN_BLOCKS, int(counts.max(initial=0))))
     of_row = np.where(place < counts[:, None], starts[:, None] + place, unseen)
     columns = [blocks, row, index * block_size]
+    if shared is not None:
+        order = _shared_first(shared, starts, counts)
+        columns = [values[order] for values in columns]
+        moved = np.full(unseen + 1, unseen)
+        moved[order] = np.arange(unseen)
+        of_row = moved[of_row]
     if (counts < len(place)).any():
         # The block of another pair need not be fetched once more.
         last = blocks[0] if unseen else 0, 0, FAR
         columns = [np.append(values, value) for values, value in zip(columns, last)]
     return HostPairs(*(values.astype(np.int32) for values in (*columns, of_row)))
+
+
+def _shared_first(shared: Readers, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """An order of pairs, int64 [pairs], in which those of ``shared`` come first. starts, counts int64 [rows]:
+    the first pair of each row, and how many it has."""
+    is_read = shared.place < counts[shared.row]
+    first = (starts[shared.row] + shared.place)[is_read]
+    is_left = np.ones(int(counts.sum()), dtype=bool)
+    is_left[first] = False
+    return np.concatenate([first, np.flatnonzero(is_left)])
+
+
+class KeptReaders(NamedTuple):
+    """Shared blocks of rows in the batch slots ``slots`` int64 [rows], after so many requests had entered.
+    readers: None if there are no such blocks."""
+
+    slots: np.ndarray
+    num_entered: int
+    readers: Readers | None
 
 
 class PairMetadata(NamedTuple):
@@ -93,6 +136,8 @@ class RowPairs:
             spec: self._compile(spec) for spec in dict.fromkeys(spec.computation for spec in context.specs)
         }
         self._kernels = {spec: made[spec.computation] for spec in context.specs}
+        self._can_share = not all(reach.is_limited for reach in context.reaches)
+        self._kept = KeptReaders(np.zeros(0, dtype=np.int64), 0, None)
 
     def _compile(self, spec: AttentionSpec) -> Callable:
         function = partial(attend_to_strips, **self._rule.options(spec))
@@ -136,17 +181,31 @@ class RowPairs:
             return to_device(padded, context.device)
 
         high = of_rows(positions, -1)
+        shared = self._shared_blocks(rows) if self._can_share else None
         read: dict[Reach, tuple[Pairs, Bounds]] = {}
         for reach in context.reaches:
             # What another rule of visibility shows is not known here.
             bounds = bounds_of(positions, reach if self._rule.visibility is None else Reach())
             table, size = context.tables.block_table.host, context.tables.block_size
-            listed = list_pairs(table, slots, bounds, size, num_rows)
+            listed = list_pairs(table, slots, bounds, size, num_rows, None if reach.is_limited else shared)
             pairs = Pairs(*(to_device(part, context.device) for part in listed))
             read[reach] = pairs, Bounds(high, of_rows(bounds.low, 0) if self._has_low else None)
         return PairMetadata(
             num_rows, {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
         )
+
+    def _shared_blocks(self, rows: StepRows) -> Readers | None:
+        """The blocks that several rows of the step share, for its tokens. They are looked for when rows come
+        or go: what a row appends belongs to it alone."""
+        tables, kept = self._context.tables, self._kept
+        if kept.num_entered != tables.num_entered or not np.array_equal(kept.slots, rows.slots):
+            # Up to a row's first token its blocks are complete, whatever becomes of drafts.
+            found = find_shared(tables.block_table.host[rows.slots], rows.starts // tables.block_size)
+            readers = block_by_block(found) if len(found.blocks) else None
+            kept = self._kept = KeptReaders(rows.slots, tables.num_entered, readers)
+        if kept.readers is None or rows.num_single == len(rows.slots):
+            return kept.readers
+        return kept.readers.of_tokens(rows.counts)
 
     def attend(
         self,

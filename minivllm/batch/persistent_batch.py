@@ -47,10 +47,9 @@ class GroupTables:
     num_blocks: of the pool, the null block included. block_table int32 [batch slots, ceil(max_model_len /
     block_size)]: physical blocks in order. Those that a window has left behind still stand there, or the null
     block where they were never had, and nothing reads them. num_held int32 [batch slots]: how many places of
-    the table are filled. kv_position int32 [num_blocks, rounded up; block_size]: position in its sequence of
-    what each cache slot holds. A block shared through the prefix cache has the same logical index in every
-    request, so one array serves
-    them all.
+    the table are filled. num_entered: requests that have got a slot so far. kv_position int32 [num_blocks,
+    rounded up; block_size]: position in its sequence of what each cache slot holds. A block shared through
+    the prefix cache has the same logical index in every request, so one array serves them all.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, group: GroupSpec, device: torch.device) -> None:
@@ -58,11 +57,13 @@ class GroupTables:
         self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // self.block_size), device)
         self.kv_position = MirroredTable(rounded_capacity(self.num_blocks), self.block_size, device)
         self.num_held = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_entered = 0
         self._block_index = np.zeros(self.num_blocks, dtype=np.int32)
         self._offsets = np.arange(self.block_size, dtype=np.int32)
 
     def enter(self, slot: int, block_ids: list[int]) -> None:
         """A request comes with these blocks."""
+        self.num_entered += 1
         self._append(slot, 0, block_ids)
 
     def extend(self, slot: int, block_ids: list[int]) -> None:

@@ -50,6 +50,7 @@ class Tables:
     block_size: int
     block_table: MirroredTable
     kv_position: MirroredTable
+    num_entered: int = 0
 
 
 @dataclass

@@ -310,6 +310,7 @@ class GroupTables:
     block_size: int
     block_table: MirroredTable
     kv_position: MirroredTable
+    num_entered: int = 0
 
 
 class GroupedAttention:

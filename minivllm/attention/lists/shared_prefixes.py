@@ -17,6 +17,11 @@ Rows 0, 2 and 3 begin with block 5, two of them go on with block 8; row 1 shares
 [2, 2]
 >>> found.num_shared.tolist()
 [2, 0, 1, 2]
+
+``block_by_block`` lists each of these blocks once for each of its rows:
+
+>>> [part.tolist() for part in block_by_block(found)]
+[[2, 0, 3, 0, 3], [0, 0, 0, 1, 1]]
 """
 
 from __future__ import annotations
@@ -69,3 +74,27 @@ def find_shared(table: np.ndarray, counts: np.ndarray) -> SharedBlocks:
     place, first = np.nonzero((after & ~before).T)
     _, last = np.nonzero((before & ~after).T)
     return SharedBlocks(rows, read[first, place], place, first, last, num_shared)
+
+
+class Readers(NamedTuple):
+    """Rows with a block that each reads, int64 [n]: block after block, those of one block side by side."""
+
+    row: np.ndarray
+    place: np.ndarray
+    """Of the block in the row's block table."""
+
+    def of_tokens(self, counts: np.ndarray) -> Readers:
+        """The same for the tokens of the rows, which have ``counts`` int64 [rows] of them each."""
+        first, several = np.cumsum(counts) - counts, counts[self.row]
+        return Readers(_ranges(first[self.row], several), np.repeat(self.place, several))
+
+
+def block_by_block(found: SharedBlocks) -> Readers:
+    """All shared blocks with all of their rows."""
+    counts = found.last - found.first + 1
+    return Readers(found.rows[_ranges(found.first, counts)], np.repeat(found.place, counts))
+
+
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``counts`` numbers from ``first`` on for each pair of them, both int64 [n], one after the other."""
+    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
