@@ -614,7 +614,9 @@ def test_a_row_of_a_printed_program_is_one_line_with_the_fields_of_its_code(
     tiny_model: Callable[..., Path],
 ) -> None:
     [norm, *_] = [line for line in program_of(str(tiny_model("llama"))).splitlines() if " AddNorm " in line]
-    assert re.search(r" x, stream +h \[tokens, 64\], stream \[tokens, 64\] .+ norm=RmsNorm\(eps=1e-06\) *$", norm)
+    assert re.search(
+        r" x, stream +h \[tokens, 64\], stream \[tokens, 64\] .+ norm=RmsNorm\(eps=1e-06\) *$", norm
+    )
     inner = [line for line in program_of(str(tiny_model("llama"))).splitlines() if "GatedProduct" in line]
     assert all("method=PlainLinear()" in line and "activation='silu'" in line for line in inner)
 
