@@ -66,13 +66,13 @@ class ModelImplementation(NamedTuple):
     describe: str
     """(model path, load format, overrides of config.json) -> ModelFacts."""
     loader: str
-    """A class without arguments: a ``worker.model_loader.ModelLoader``."""
+    """A class without arguments: a ``worker.loading.loader.ModelLoader``."""
 
 
 MODEL_IMPLEMENTATIONS: Mapping[str, ModelImplementation] = MappingProxyType(
     {
         "minivllm": ModelImplementation(
-            "minivllm.checkpoints.choose:describe_decoder", "minivllm.worker.model_loader:DecoderLoader"
+            "minivllm.checkpoints.choose:describe_decoder", "minivllm.worker.loading.loader:DecoderLoader"
         ),
         "transformers": ModelImplementation(
             "minivllm.transformers_models.describe.config:describe_transformers_model",

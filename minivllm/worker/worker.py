@@ -49,8 +49,8 @@ from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.specs.facts import ModelFacts
-from minivllm.worker.cache_size import groups_of, pool_text, size_groups
-from minivllm.worker.loading import check_weights, load_draft_model, load_model
+from minivllm.worker.loading.cache_size import groups_of, pool_text, size_groups
+from minivllm.worker.loading.models import check_weights, load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
 

@@ -107,7 +107,7 @@ def kv_cache_pools(model: str) -> dict[str, Any]:
     from minivllm.config import EngineArgs
     from minivllm.engine.resolve import resolve
     from minivllm.hub.fetch import resolve_model
-    from minivllm.worker.cache_size import planned_pools
+    from minivllm.worker.loading.cache_size import planned_pools
 
     config, facts = resolve(EngineArgs(model=str(resolve_model(model, weights=False))))
     groups, why = planned_pools(config, facts)

@@ -14,7 +14,7 @@ from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.models.model import Model, StagedModel
 from minivllm.plugins.points import ATTENTION
 from minivllm.specs.facts import ModelFacts
-from minivllm.worker.loading import new_model
+from minivllm.worker.loading.models import new_model
 
 logger = logging.getLogger(__name__)
 

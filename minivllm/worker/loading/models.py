@@ -24,7 +24,7 @@ from minivllm.spec_decode.eagle.checkpoint import find_tensors, random_tensors
 from minivllm.spec_decode.eagle.config import EagleVersion, read_eagle_config
 from minivllm.spec_decode.eagle.head import EagleHead
 from minivllm.specs.facts import ModelFacts
-from minivllm.worker.model_loader import ModelLoader
+from minivllm.worker.loading.loader import ModelLoader
 
 
 def load_model(
