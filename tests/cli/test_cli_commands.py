@@ -25,7 +25,7 @@ from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import engine_log
 from minivllm.cli.engine.options import SamplingOptions, model_defaults
 from minivllm.cli.main import main
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.hub.fetch import resolve_model
@@ -614,7 +614,9 @@ def test_a_row_of_a_printed_program_is_one_line_with_the_fields_of_its_code(
     tiny_model: Callable[..., Path],
 ) -> None:
     [norm, *_] = [line for line in program_of(str(tiny_model("llama"))).splitlines() if " AddNorm " in line]
-    assert re.search(r" x, stream +h \[tokens, 64\], stream \[tokens, 64\] .+ norm=RmsNorm\(eps=1e-06\) *$", norm)
+    assert re.search(
+        r" x, stream +h \[tokens, 64\], stream \[tokens, 64\] .+ norm=RmsNorm\(eps=1e-06\) *$", norm
+    )
     inner = [line for line in program_of(str(tiny_model("llama"))).splitlines() if "GatedProduct" in line]
     assert all("method=PlainLinear()" in line and "activation='silu'" in line for line in inner)
 
