@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.compilation.inductor_options import OPTIONS, find_cpp_compiler
+from minivllm.compilation.package_keys import region_key
 from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
 from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.home import home_directory
@@ -76,12 +78,6 @@ def cannot_compile_reason(device: torch.device) -> str | None:
     return None
 
 
-def find_cpp_compiler() -> str | None:
-    """The C++ compiler to use: $CXX if it is there, else g++, clang++ or c++, else None."""
-    candidates = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((name for name in candidates if name and shutil.which(name)), None)
-
-
 class RegionCompiler:
     """Hands out regions, compiled by torch.compile or as they are.
 
@@ -108,7 +104,7 @@ class RegionCompiler:
         """What to call in place of the region's function. Equal regions share one."""
         if not self.enabled:
             return region.function
-        key = region.key
+        key = region_key(region)
         if key not in self._made:
             self._made[key] = self._make(region)
         return self._made[key]
@@ -211,9 +207,8 @@ def prepare_inductor() -> None:
 
     for generator in CODE_GENERATORS:
         import_object("a code generator", generator)()
-    # On a GPU, whether to pad the sides of matrices is decided by the example's number of tokens, which
-    # becomes a guard that a dynamic size may not have.
-    config.shape_padding = False
+    for name, value in OPTIONS.items():
+        setattr(config, name, value)
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

@@ -119,11 +119,6 @@ class Region:
     has_loops: bool = False
     """Code for a few rows computes in another way than code for more, so that it is worth having."""
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """All that its code depends on, but for the sources and the machine."""
-        return self.name, repr(self.constants), *(spec.describe() for _, spec in self.tensors())
-
     def has_code_for(self, rows: RowCount) -> bool:
         """Whether calls with so many rows have code of their own: where the first dimension of the first
         input declares it, and a few rows only with ``has_loops``."""

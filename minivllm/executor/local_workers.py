@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from minivllm.compilation.package_builds import close_in_children, forget_descriptor
+from minivllm.compilation.packaged.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
 from minivllm.device.cores import share_of_cores
 from minivllm.device.gpus import own_gpu

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 
-from minivllm.compilation.package_builds import close_in_children
+from minivllm.compilation.packaged.package_builds import close_in_children
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS
 
 

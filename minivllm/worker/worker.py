@@ -18,7 +18,7 @@ from minivllm.batch.null_steps import null_step, null_verification, run_null_ste
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.batch.token_feedback import UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
 from minivllm.device.freed_memory import return_freed_memory

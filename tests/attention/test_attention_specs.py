@@ -22,7 +22,7 @@ import minivllm.attention.tiles
 from minivllm.attention import AttentionBackend, AttentionContext, FlexAttention, SdpaAttention, StepRows
 from minivllm.attention.lists.bounds import Run
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.errors import ConfigError

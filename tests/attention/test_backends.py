@@ -30,7 +30,7 @@ from minivllm.attention.pairs import RowPairs
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.compilation.region_packages import PackagedRegionCompiler, export_region
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler, export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable
 from minivllm.errors import ConfigError

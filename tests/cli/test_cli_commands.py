@@ -25,7 +25,7 @@ from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import engine_log
 from minivllm.cli.engine.options import SamplingOptions, model_defaults
 from minivllm.cli.main import main
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.hub.fetch import resolve_model

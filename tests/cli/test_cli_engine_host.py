@@ -121,7 +121,7 @@ def test_long_runs_of_decoding_are_folded_and_the_strip_fits_the_window() -> Non
 
 
 def test_progress_names_how_many_regions_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    from minivllm.compilation.package_builds import PackageBuilds
+    from minivllm.compilation.packaged.package_builds import PackageBuilds
 
     with caplog.at_level(logging.INFO, logger="minivllm"):
         builds = PackageBuilds(settle=lambda: None)

@@ -17,7 +17,7 @@ from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.engine.resolve import resolve_cache_dtype
 from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
-from minivllm.worker import model_loader
+from minivllm.worker.loading import loader
 from tests.parity_reference import engine_logits, greedy, random_prompts, reference_model, runner_of, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -58,7 +58,7 @@ def as_on_a_gpu(cache_dtype: torch.dtype) -> Iterator[None]:
             )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_loader, "Decoder", WideDecoder)
+        patch.setattr(loader, "Decoder", WideDecoder)
         yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, INT8_MAX_ROWS, can_multiply_int4
 from minivllm import LLM
+from minivllm.compilation.package_keys import region_key
 from minivllm.errors import ConfigError
 from minivllm.linear.methods.groups import SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
@@ -232,7 +233,7 @@ def test_layers_of_the_same_methods_share_a_region_and_others_do_not(
         decoder = decoder_of(llm)
         plan = decoder.plan(*decoder._declared)
         runs = [step for step in plan.body.steps if isinstance(step, FusedPieces) and step.name == "between"]
-        keys = [run.region().key for run in runs]
+        keys = [region_key(run.region()) for run in runs]
         assert keys[0] == keys[1] == keys[3] != keys[2]
 
 

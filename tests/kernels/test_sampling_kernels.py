@@ -34,7 +34,7 @@ from kernels_triton_free.sampling.draw import (
     truncation_threshold,
 )
 from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at, noise_bits, row_keys
-from minivllm.compilation.compiler import find_cpp_compiler
+from minivllm.compilation.inductor_options import find_cpp_compiler
 
 WORD = 0xFFFFFFFF
 INT64 = st.integers(-(2**63), 2**63 - 1)

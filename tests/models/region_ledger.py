@@ -23,7 +23,7 @@ import torch
 
 from minivllm import LLM, EngineArgs
 from minivllm.compilation.compiler import RegionCompiler
-from minivllm.compilation.region_packages import export_region
+from minivllm.compilation.packaged.region_packages import export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.policy import DevicePolicy
 from minivllm.simulation.ranks import virtual_llm
@@ -130,24 +130,25 @@ def recorded(arguments: dict[str, Any]) -> Iterator[list[Recorder]]:
         yield recorders
 
 
-def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
-    """Of each rank: region -> how often it was asked for, which is how often equal ones are compiled."""
-    arguments = {
-        **{
-            "model": str(model),
-            "dtype": "float32",
-            "device": "cpu",
-            "attention_backend": "sdpa",
-            "block_size": 8,
-        },
-        **{
-            "max_model_len": 64,
-            "max_num_seqs": 12,
-            "num_gpu_blocks_override": 24,
-            "compile_in_background": False,
-        },
+def settings_of(model: Path, **settings: Any) -> dict[str, Any]:
+    """Engine arguments for a small engine of this model."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "attention_backend": "sdpa",
+        "block_size": 8,
+        "max_model_len": 64,
+        "max_num_seqs": 12,
+        "num_gpu_blocks_override": 24,
+        "compile_in_background": False,
         **settings,
     }
+
+
+def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
+    """Of each rank: region -> how often it was asked for, which is how often equal ones are compiled."""
+    arguments = settings_of(model, **settings)
     with tempfile.TemporaryDirectory() as directory:
         if version := arguments.pop("head", None):
             head = random_head(Path(directory) / "head", version)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels_triton_free.experts.routing import Routing
-from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
+from minivllm.compilation.package_keys import package_key
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler, find_package
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import ChooseMethod, never_quantized

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minivllm.compilation.region_packages import PACKAGES_WITH_REGION_CODE
+from minivllm.compilation.package_keys import PACKAGES_WITH_REGION_CODE
 
 
 def codes() -> Iterator[type]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minivllm.compilation.package_keys import region_key
 from minivllm.compilation.regions import Region, flatten
 from minivllm.models.model import TokenInputs, token_specs
 from minivllm.specs.caches import LayerCache
@@ -100,7 +101,7 @@ def test_regions_compute_what_the_layers_do(
     asked: dict[tuple[str, ...], Region] = {}
 
     def compile_region(region: Region) -> Callable:
-        asked[region.key] = region
+        asked[region_key(region)] = region
         return checked(region)
 
     cut_model(model, compile_region)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minivllm.compilation.package_builds import NICENESS, Child, PackageBuilds
+from minivllm.compilation.packaged.package_builds import NICENESS, Child, PackageBuilds
 from minivllm.hub.fetch import exclusive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="builds are child processes on Linux only")
@@ -97,7 +97,7 @@ def test_a_build_in_the_background_gets_enough_to_end_and_leaves_enough() -> Non
 PARENT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from minivllm.compilation.package_builds import Child, PackageBuilds
+from minivllm.compilation.packaged.package_builds import Child, PackageBuilds
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
 

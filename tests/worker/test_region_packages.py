@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import minivllm
 from kernels_triton_free.attention import TileLists, paged_flex_attention
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
@@ -28,10 +27,11 @@ from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm import LLM, SamplingParams
 from minivllm.attention import FlexAttention, SdpaAttention
-from minivllm.compilation import region_packages
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.compilation.package_builds import can_fork
-from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
+from minivllm.compilation.package_keys import hash_of
+from minivllm.compilation.packaged import region_packages
+from minivllm.compilation.packaged.package_builds import can_fork
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler, find_package
 from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
 from minivllm.compilation.row_counts import bound
 from minivllm.engine import background_builds
@@ -359,7 +359,7 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
 from tests.worker.test_region_packages import arguments, make
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 torch.set_num_threads({torch.get_num_threads()})
 with torch.inference_mode():
     compiler = PackagedRegionCompiler(Path({str(built)!r}))
@@ -399,46 +399,13 @@ def test_a_sound_file_that_is_no_package_is_built_again(
 ) -> None:
     (package,) = built.iterdir()
     key = package.stem.rpartition("-")[0]
-    impostor = tmp_path / f"{key}-{region_packages._hash_of(b'text')}.pt2"
+    impostor = tmp_path / f"{key}-{hash_of(b'text')}.pt2"
     impostor.write_bytes(b"text")
     assert find_package(tmp_path, key) == impostor
     compiler = PackagedRegionCompiler(tmp_path)
     make(compiler)
     compiler.build()
     assert no_build == ["transform"] and not impostor.exists()
-
-
-def test_other_constants_shapes_sources_and_settings_are_other_packages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def key(name: str = "a", constants: int = 1, *specs: TensorSpec) -> str:
-        return package_key(Region(name, transform, {"x": specs}, constants))
-
-    def spec(
-        *shape: int | Size, dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None
-    ) -> TensorSpec:
-        return TensorSpec(shape, dtype, CPU, strides)
-
-    rows = Size("rows", 5)
-    keys = {
-        key(),
-        key("b"),
-        key("a", 2),
-        key("a", 1, spec(4)),
-        key("a", 1, spec(4), spec(4)),
-        key("a", 1, spec(5)),
-    }
-    keys |= {key("a", 1, spec(rows)), key("a", 1, TensorSpec((4,), torch.float64, CPU))}
-    keys.add(key("a", 1, spec(4, strides=(2,))))
-    assert key("a", 1, spec(Size("other rows", 7))) in keys, "a dynamic size serves all sizes"
-    monkeypatch.setattr(region_packages, "_environment", lambda: ("another source",))
-    keys.add(key())
-    assert len(keys) == 10
-
-
-@pytest.mark.parametrize("name", region_packages.PACKAGES_WITH_REGION_CODE)
-def test_packages_whose_sources_regions_are_made_of_are_there(name: str) -> None:
-    assert list((Path(minivllm.__file__).parent / name).glob("*.py"))
 
 
 def test_a_package_is_not_used_for_other_constants_or_other_declarations(
@@ -548,7 +515,7 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
 from tests.worker.test_region_packages import arguments, make
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 compiler = PackagedRegionCompiler(Path({str(tmp_path)!r}))
 region = make(compiler)
 with torch.inference_mode():
@@ -565,9 +532,7 @@ with torch.inference_mode():
     assert len({out for out, _ in results}) == 1 and float(results[0][0]) > 0, results
     assert all(process.returncode == 0 for process in processes)
     (path,) = tmp_path.iterdir()  # later processes waited for the first, and have built nothing
-    assert path.suffix == ".pt2" and path.stem.rpartition("-")[2] == region_packages._hash_of(
-        path.read_bytes()
-    )
+    assert path.suffix == ".pt2" and path.stem.rpartition("-")[2] == hash_of(path.read_bytes())
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ from transformers import (
 
 from kernels_triton_free.sampling.noise import gumbel_noise
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.messages import EngineRequest, PositionLogprobs
 from minivllm.sampling.sampler import Sampler, _compiled_draws, prompt_logprobs

@@ -149,7 +149,7 @@ def collect() -> dict[str, Any]:
 
 def _cpp_compiler() -> str | None:
     """Path of the C++ compiler that torch.compile uses on a CPU."""
-    from minivllm.compilation.compiler import find_cpp_compiler
+    from minivllm.compilation.inductor_options import find_cpp_compiler
 
     name = find_cpp_compiler()
     return name and shutil.which(name)

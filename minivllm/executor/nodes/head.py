@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from minivllm.compilation.package_builds import close_in_children, forget_descriptor
+from minivllm.compilation.packaged.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
 from minivllm.distributed.key_file import read_key
 from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_address

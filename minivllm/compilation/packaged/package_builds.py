@@ -101,9 +101,7 @@ class Child:
         self._log.close()
         _lifelines.remove(self._lifeline)
         os.close(self._lifeline)
-        if (
-            self._status is None
-        ):  # somebody has to wait for it, or it stays among this process's children once it ended
+        if self._status is None:  # without a wait it stays among this process's children once it ended
             threading.Thread(target=os.waitpid, args=(self._pid, 0), daemon=True).start()
 
     def _end(self, status: int) -> None:
@@ -129,8 +127,7 @@ def _run_in_child(run: Callable[[], None], life: int, log: int, in_background: b
             yield_as_a_group()
         while _lifelines:
             os.close(_lifelines.pop())
-        # Whoever reads what the parent prints should not wait for a child that goes on when the parent is
-        # over.
+        # A reader of the parent's output should not wait for a child that goes on when the parent is over.
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
@@ -162,7 +159,7 @@ def _end_with_parent(life: int) -> None:
 
 
 class _LogToParent(logging.Handler):
-    """Writes lines of JSON, as many as the pipe surely takes: nobody may be reading."""
+    """Writes lines of JSON, as many as the pipe surely takes, since it may have no reader."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 so that the next start loads them in milliseconds.
 
 Against torch.compile this saves two things on a CPU: a start needs neither Dynamo nor Inductor, and a call
-goes straight into C++ instead of through guards. What a package was built for is in its file name, a hash of
-everything its code depends on; so is the hash of the file itself, which makes a damaged package count as
+goes straight into C++ instead of through guards. What a package was built for is in its file name (see
+package_keys.py); so is the hash of the file itself, which makes a damaged package count as
 absent.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
-import platform
 import re
 import shutil
 import tempfile
@@ -29,8 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kernels_triton_free
-import minivllm
 from minivllm.compilation.compiler import (
     RegionCompiler,
     cache_directory,
@@ -38,23 +34,15 @@ from minivllm.compilation.compiler import (
     packages_directory,
     prepare_inductor,
 )
-from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
+from minivllm.compilation.inductor_options import FIXED_ROWS_OPTIONS, PACKAGE_OPTIONS
+from minivllm.compilation.package_keys import hash_of, package_key
+from minivllm.compilation.packaged.package_builds import Child, PackageBuilds, can_fork
 from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
 from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
 
-PACKAGES_WITH_REGION_CODE = (
-    "linear",
-    "models",
-    "program",
-    "spec_decode/eagle",
-    "specs",
-    "transformers_models",
-    "weights",
-)
-"""Whose sources the code of regions is made from, besides kernels_triton_free."""
 PACKAGE_NAME = "region"
 """What packages are called inside."""
 
@@ -71,32 +59,31 @@ class PackagedRegionCompiler(RegionCompiler):
         super().__init__(enabled=True, single_rows=True)
         self._directory = directory or packages_directory()
         self._regions: dict[str, _PackagedRegion] = {}
-        self._packages: dict[tuple[str, ...], list[_PackagedRegion]] = {}
-        """Of each region that was asked for, by its key: for several rows, one and a few."""
+        self._packages: dict[Callable, list[_PackagedRegion]] = {}
+        """What was handed out -> its packages for several rows, one and a few."""
         self._child: Child | None = None
         self._settle = functools.partial(settle_child, torch.get_num_threads())
 
     def __call__(self, region: Region) -> Callable:
         made = super().__call__(region)
-        for packaged in self._packages[
-            region.key
-        ]:  # when it is asked for again, they may have been built meanwhile
-            if not packaged.is_ready:
+        for packaged in self._packages[made]:
+            if not packaged.is_ready:  # when it is asked for again, it may have been built meanwhile
                 packaged.load(self._directory)
         return made
 
     def _make(self, region: Region) -> Callable:
         several = self._packaged(region)
-        self._packages[region.key] = [several]
         if not region.has_code_for("single"):
+            self._packages[several] = [several]
             return several
         single, few = self._packaged(region.fixed("single")), None
         counts = tuple(region.counts("few").get(place) for place in range(len(region.inputs)))
         if region.has_code_for("few"):
             few = self._packaged(region.fixed("few"))
             self.rows = RowCounts(few=next(filter(None, counts)))
-        self._packages[region.key] += [single] if few is None else [single, few]
-        return CodeByRows(several, single, few, counts)
+        made = CodeByRows(several, single, few, counts)
+        self._packages[made] = [several, single] if few is None else [several, single, few]
+        return made
 
     def _packaged(self, region: Region) -> _PackagedRegion:
         key = package_key(region)
@@ -313,18 +300,11 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, packag
     from torch._inductor import aoti_compile_and_package
 
     key, has_fixed_rows = packaged.key, packaged.region.rows is not None
-    configs = {
-        # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
-        "aot_inductor.precompile_headers": False,
-        # What a few rows make on their way are small tensors of known sizes, and to allocate them took 8 % of
-        # a step. On the stack, a step of one row took 5.5 ms in place of 5.95 (4 bits, two cores of Zen 4).
-        # Inductor does so only up to 100 KB, and where nothing but generated code gets to see them.
-        "aot_inductor.allow_stack_allocation": has_fixed_rows,
-    }
+    options = {**PACKAGE_OPTIONS, **(FIXED_ROWS_OPTIONS if has_fixed_rows else {})}
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = directory / f"{key}.lock"
     with exclusive(lock):
-        # Whoever waited for the lock finds what the other process built meanwhile.
+        # A process that waited for the lock finds what the other one built meanwhile.
         if find_package(directory, key) is None:
             with (
                 tempfile.TemporaryDirectory(dir=directory) as scratch,
@@ -332,8 +312,8 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, packag
                 _generated_code_in(scratch),
             ):
                 path = Path(scratch) / f"{PACKAGE_NAME}.pt2"
-                aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
-                os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
+                aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+                os.replace(path, directory / f"{key}-{hash_of(path.read_bytes())}.pt2")
         # A third process may hold a new file of this name then: it builds an equally good package.
         lock.unlink(missing_ok=True)
 
@@ -376,7 +356,7 @@ def find_package(directory: Path, key: str) -> Path | None:
     """The package of this key. One whose content is not what its name says is deleted."""
     for path in sorted(directory.glob(f"{key}-*.pt2")):
         try:
-            if path.stem.rpartition("-")[2] == _hash_of(path.read_bytes()):
+            if path.stem.rpartition("-")[2] == hash_of(path.read_bytes()):
                 return path
             logger.warning("The package %s is damaged and is built again.", path)
             path.unlink(missing_ok=True)
@@ -397,49 +377,3 @@ def _delete_unpacked() -> None:
             rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()
         ):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def package_key(region: Region) -> str:
-    """Names the code of one region on one machine: equal keys mean equal code."""
-    name, constants, *described = region.key
-    parts = [name, constants, *described, *_environment()]
-    return f"{region.name.replace(' ', '_')}-{_hash_of(chr(0).join(parts).encode())}"
-
-
-@functools.cache
-def _environment() -> tuple[str, ...]:
-    """Everything the generated code depends on besides the region itself."""
-    digest = hashlib.sha256()
-    assert kernels_triton_free.__file__ is not None and minivllm.__file__ is not None
-    home = Path(minivllm.__file__).parent
-    folders = [
-        Path(kernels_triton_free.__file__).parent,
-        *(home / name for name in PACKAGES_WITH_REGION_CODE),
-    ]
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    settings = sorted(
-        f"{name}={value}" for name, value in os.environ.items() if name.startswith("TORCHINDUCTOR_")
-    )
-    return (
-        digest.hexdigest(),
-        torch.__version__,
-        platform.machine(),
-        _cpu_features(),
-        str(torch.get_num_threads()),
-        *(setting for setting in settings if "CACHE" not in setting),
-    )
-
-
-def _cpu_features() -> str:
-    """Inductor compiles for the very CPU it runs on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _hash_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
