@@ -127,6 +127,12 @@ class RowPairs:
 
     None of them sees a later one: see ``in_step_order``. One kernel serves all specs that differ only in what
     they see. ``attend_to_strips`` says how it computes.
+
+    Blocks that rows share are read one after the other. That pays where keys and values of a prefix do not
+    fit into the last cache of the processor, and costs nothing elsewhere: with 32 MB of cache, 10 rows took
+    0.53 of the processor time with a prefix of 61,440 tokens a layer, and 1.00 with 10,240
+    (``bench attention``). Loops in which several rows share every line that is loaded are no faster: products
+    in float32 bound them, not memory (0.97 with 2 rows of 3 heads, 1.28 with 4).
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
@@ -181,7 +187,7 @@ class RowPairs:
             return to_device(padded, context.device)
 
         high = of_rows(positions, -1)
-        shared = self._shared_blocks(rows) if self._can_share else None
+        shared = self.shared_blocks(rows) if self._can_share else None
         read: dict[Reach, tuple[Pairs, Bounds]] = {}
         for reach in context.reaches:
             # What another rule of visibility shows is not known here.
@@ -194,7 +200,7 @@ class RowPairs:
             num_rows, {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
         )
 
-    def _shared_blocks(self, rows: StepRows) -> Readers | None:
+    def shared_blocks(self, rows: StepRows) -> Readers | None:
         """The blocks that several rows of the step share, for its tokens. They are looked for when rows come
         or go: what a row appends belongs to it alone."""
         tables, kept = self._context.tables, self._kept

@@ -7,6 +7,7 @@ import typer
 from minivllm.bench.accuracy.accuracy import accuracy
 from minivllm.bench.disaggregated import disaggregated
 from minivllm.bench.engines import model, throughput
+from minivllm.bench.parts.attention import attention
 from minivllm.bench.parts.overhead import overhead
 from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
@@ -26,6 +27,7 @@ for command in (
     startup,
     overhead,
     roofline,
+    attention,
     compare,
 ):
     bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(

@@ -114,7 +114,7 @@ def test_pairs_that_a_row_does_not_read_yet_are_left_out() -> None:
 
 
 class Steps:
-    """A batch of requests behind two blocks of 8 tokens, and a backend that counts how often it looks for
+    """A batch of requests with two blocks of 8 tokens in common, and a backend that counts how often it looks for
     shared blocks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> None:

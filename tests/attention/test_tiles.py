@@ -17,7 +17,7 @@ from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
 from minivllm.attention import FlexAttention, pairs
 from minivllm.attention.flex import FlexMetadata
 from minivllm.attention.lists import bounds as interval_bounds
-from minivllm.attention.lists import key_groups, tile_lists
+from minivllm.attention.lists import key_groups, shared_prefixes, tile_lists
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -312,7 +312,9 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [interval_bounds, tile_lists, key_groups, pairs], ids=lambda module: module.__name__
+    "module",
+    [interval_bounds, tile_lists, key_groups, shared_prefixes, pairs],
+    ids=lambda module: module.__name__,
 )
 def test_the_examples_of_the_lists_are_what_they_are(module: ModuleType) -> None:
     found = doctest.testmod(module)

@@ -1,0 +1,55 @@
+"""``bench attention``: both orders are measured on tables that share what they should, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.attention.lists.shared_prefixes import find_shared
+from minivllm.bench.parts.attention import BLOCK_SIZE, tables_of
+from minivllm.cli.main import main
+from minivllm.compilation.compiler import cannot_compile_reason
+
+
+@pytest.mark.parametrize("prefix", [0, 63, 64, 200])
+def test_users_share_the_whole_blocks_of_the_prefix_and_no_others(prefix: int) -> None:
+    tables, num_blocks = tables_of(users=3, prefix=prefix, context=300)
+    table = tables.block_table.host
+    found = find_shared(table, np.full(3, table.shape[1]))
+    assert found.num_shared.tolist() == [prefix // BLOCK_SIZE] * 3
+    assert set(table.ravel().tolist()) == set(range(1, num_blocks)), "each block but the null block is used"
+
+
+def test_heads_that_are_no_whole_strips_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "attention", "--head-dim=40"])
+    assert ended.value.code == 2
+    assert "Heads of 40 dimensions are no whole strips: give a multiple of 32" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler here"
+)
+def test_both_orders_are_measured_in_every_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
+    report = tmp_path / "report.json"
+    small = ["--users=3", "--prefix=128", "--suffix=20", "--layers=2", "--repeats=3", f"--json={report}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "attention", *small])
+    assert ended.value.code == 0
+    measured = json.loads(report.read_text())["measurements"]
+    assert {(one["case"], one["side"], one["metric"]) for one in measured} == {
+        (case, side, metric)
+        for case in ("shared prefix", "nothing shared")
+        for side in ("block by block", "row by row")
+        for metric in ("processor time of a layer", "time of a layer", "lists of a step")
+    }
+    assert all(len(one["samples"]) == 3 and min(one["samples"]) > 0 for one in measured)
+    assert "Both orders give the same result, bit for bit." in capsys.readouterr().out
