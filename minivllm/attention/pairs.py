@@ -136,7 +136,8 @@ class RowPairs:
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
-        self._context, self._rule = context, rule
+        self._context = context
+        self._rule = rule
         self._has_low = context.has_low and rule.visibility is None
         made = {
             spec: self._compile(spec) for spec in dict.fromkeys(spec.computation for spec in context.specs)

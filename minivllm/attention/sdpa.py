@@ -36,7 +36,8 @@ class SdpaAttention:
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         rule.check(context.specs)
-        self._context, self._rule = context, rule
+        self._context = context
+        self._rule = rule
         self._reach_of = {spec: spec.reach for spec in context.specs}
         self._bounded = [reach for reach in context.reaches if reach.is_limited or reach.looks_ahead]
         self._options = {spec: rule.options(spec) for spec in context.specs}

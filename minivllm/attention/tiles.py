@@ -86,8 +86,12 @@ class QueryTiles:
         batches: Sequence[int] = (),
     ) -> None:
         """batches: numbers of tiles that have a kernel of their own; empty where one serves them all."""
-        self._context, self._rule, self._kind, self.size = context, rule, kind, size
-        self._tells_full, self._compute_dtype = tells_full, compute_dtype
+        self._context = context
+        self._rule = rule
+        self._kind = kind
+        self.size = size
+        self._tells_full = tells_full
+        self._compute_dtype = compute_dtype
         self._capacity = capacity = rounded_capacity(capacity)
         self._has_low = context.has_low and rule.visibility is None
         self._bound_names = {

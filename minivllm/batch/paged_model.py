@@ -73,7 +73,10 @@ class PagedModel:
     ) -> None:
         """adapters, token_offset: see StepInputBuilder. is_draft: all layers lie in the first KV group of the
         model that is served. ``use_regions`` comes before the first step."""
-        self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
+        self.model = model
+        self._batch = batch
+        self._limits = limits
+        self._policy = policy
         self._make_attention = make_attention
         self._groups = batch.groups[:1] if is_draft else batch.groups
         self._group_of = [0] * len(model.cache_specs)

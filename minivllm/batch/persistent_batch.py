@@ -53,7 +53,8 @@ class GroupTables:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, group: GroupSpec, device: torch.device) -> None:
-        self.block_size, self.num_blocks = group.block_size, group.num_blocks
+        self.block_size = group.block_size
+        self.num_blocks = group.num_blocks
         self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // self.block_size), device)
         self.kv_position = MirroredTable(rounded_capacity(self.num_blocks), self.block_size, device)
         self.num_held = np.zeros(max_num_seqs, dtype=np.int32)

@@ -112,8 +112,11 @@ class StepInputBuilder:
         groups: Sequence[GroupTables] | None = None,
     ) -> None:
         self._groups = batch.groups if groups is None else groups
-        self._batch, self._verify_size, self._token_offset = batch, verify_size, token_offset
-        self._adapters, self._tiles_adapters = adapters, tiles_adapters
+        self._batch = batch
+        self._verify_size = verify_size
+        self._token_offset = token_offset
+        self._adapters = adapters
+        self._tiles_adapters = tiles_adapters
         tokens = rounded_capacity(max_num_batched_tokens)
         self._slot_names = [f"slots.{group}" for group in range(len(self._groups))]
         names = ["token_index", "positions", *self._slot_names, *["lora_slots"] * (adapters is not None)]

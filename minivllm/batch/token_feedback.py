@@ -25,7 +25,8 @@ class TokenFeedback:
     """One worker's end. Both sides skip steps in which nothing is sampled."""
 
     def __init__(self, batch: PersistentBatch, stage: Stage) -> None:
-        self._batch, self._stage = batch, stage
+        self._batch = batch
+        self._stage = stage
         self._decoder = msgspec.msgpack.Decoder(dict[str, list[int]])
         self._unknown: deque[dict[str, WorkerRequest]] = deque()
         self._awaited: dict[str, tuple[WorkerRequest, int]] = {}
@@ -81,7 +82,8 @@ class UnknownTokens:
     """A step of a stage that does not sample."""
 
     def __init__(self, feedback: TokenFeedback, count: int) -> None:
-        self._feedback, self._count = feedback, count
+        self._feedback = feedback
+        self._count = count
 
     def result(self) -> ModelRunnerOutput:
         """Wait until its tokens are known here too."""

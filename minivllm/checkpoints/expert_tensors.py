@@ -67,7 +67,8 @@ class ExpertTensors:
     def __init__(self, expected: Mapping[str, Shape], is_transposed: bool = False) -> None:
         matches = (_EXPERT.fullmatch(name) for name in expected)
         self._counts = Counter(match[1] for match in matches if match is not None)
-        self._expected, self._is_transposed = expected, is_transposed
+        self._expected = expected
+        self._is_transposed = is_transposed
 
     def unstacked(
         self, found: Mapping[str, Shape], file_of: Mapping[str, Path]

@@ -92,7 +92,9 @@ class RegionCompiler:
     def __init__(
         self, enabled: bool, most: Mapping[str, int] | None = None, single_rows: bool = False
     ) -> None:
-        self.enabled, self._most, self._single_rows = enabled, most or {}, single_rows
+        self.enabled = enabled
+        self._most = most or {}
+        self._single_rows = single_rows
         self.rows = RowCounts(fewest=2 if enabled and not single_rows else 1)
         self.num_recompilations = 0
         self._frozen = False

@@ -36,7 +36,10 @@ class CodeByRows:
     ) -> None:
         """few: None if there is no such code. counts: for each argument the first dimension that code for a
         few rows takes, None where it takes any."""
-        self._several, self._single, self._few, self._counts = several, single, few, tuple(counts)
+        self._several = several
+        self._single = single
+        self._few = few
+        self._counts = tuple(counts)
         self._num_few = next(filter(None, self._counts), 0)
 
     def __call__(self, *args: Any) -> Any:

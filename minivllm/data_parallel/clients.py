@@ -55,7 +55,8 @@ class AsyncDataParallelClient:
         ]
         first = self._replicas[0].client
         self.config = _of_all(first.config, len(connections))
-        self.model_vocab_size, self.eos_token_ids = first.model_vocab_size, first.eos_token_ids
+        self.model_vocab_size = first.model_vocab_size
+        self.eos_token_ids = first.eos_token_ids
         groups = first.kv_groups
         self._router = Router(
             policy,
@@ -100,7 +101,8 @@ class AsyncDataParallelClient:
     def start(self, on_outputs: OnOutputs, on_death: DeathListener) -> None:
         """Begin to receive in the running event loop. on_death is called for every engine that dies, with its
         requests, and once at the end, also by ``close``."""
-        self._on_outputs, self._on_death = on_outputs, on_death
+        self._on_outputs = on_outputs
+        self._on_death = on_death
         for one in self._replicas:
             one.client.start(self._take_in, partial(self._take_death, one, one.client))
 
@@ -317,7 +319,8 @@ class DataParallelClient(WaitingClient):
     ) -> None:
         super().__init__()
         self._client = client = AsyncDataParallelClient(connections, connect, policy)
-        self.config, self.model_vocab_size = client.config, client.model_vocab_size
+        self.config = client.config
+        self.model_vocab_size = client.model_vocab_size
         self.eos_token_ids = client.eos_token_ids
         self._dead_error: EngineDeadError | None = None
         self._news: SimpleQueue[list[EngineOutput] | EngineDeadError] = SimpleQueue()

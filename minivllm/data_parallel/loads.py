@@ -51,7 +51,8 @@ class EngineLoad:
     """
 
     def __init__(self, index: int, block_size: int, capacity: int) -> None:
-        self.index, self.block_size = index, block_size
+        self.index = index
+        self.block_size = block_size
         self.is_up = True
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = self.num_blocks = 0

@@ -26,7 +26,9 @@ class Router:
         num_tokens: int,
         hashes_blocks: bool = True,
     ) -> None:
-        self._policy, self._block_size, self._hashes_blocks = policy, block_size, hashes_blocks
+        self._policy = policy
+        self._block_size = block_size
+        self._hashes_blocks = hashes_blocks
         self.engines = [
             EngineLoad(index, block_size, num_tokens // block_size) for index in range(num_engines)
         ]

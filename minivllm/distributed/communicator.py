@@ -79,7 +79,8 @@ class Absent(Communicator):
     """A rank of a layout that is only looked at: it exchanges nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         raise RuntimeError("This layout is not running.")

@@ -24,7 +24,8 @@ class ExpertGroup:
     those of an engine one after the other. num_workers: of each engine."""
 
     def __init__(self, everyone: Communicator, num_workers: int) -> None:
-        self.everyone, self._num_workers = everyone, num_workers
+        self.everyone = everyone
+        self._num_workers = num_workers
         self.shard = Shard(everyone.rank, everyone.size)
         self._counts: Sequence[int] = ()
 

@@ -17,7 +17,8 @@ class GlooCommunicator(Communicator):
     torchrun has started the ranks, whose processes may already have a process group."""
 
     def __init__(self, rank: int, size: int, rendezvous: str | None = None) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of one host
         is_ours = rendezvous is not None or not dist.is_initialized()
         if rendezvous is not None:
@@ -67,7 +68,8 @@ class _Membership:
     """In the default process group, or in a separate one. is_ours: the default group was made here."""
 
     def __init__(self, is_ours: bool, group: dist.ProcessGroup | None) -> None:
-        self._is_ours, self.group = is_ours, group
+        self._is_ours = is_ours
+        self.group = group
 
     def leave(self) -> None:
         """Drop the last reference to the group, so that its threads end."""

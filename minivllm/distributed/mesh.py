@@ -71,7 +71,9 @@ class MeshLink:
     """Records to or from one worker: what ``Link`` is within a host."""
 
     def __init__(self, mesh: Mesh, peer: int, kind: int) -> None:
-        self._mesh, self._peer, self._kind = mesh, peer, kind
+        self._mesh = mesh
+        self._peer = peer
+        self._kind = kind
 
     def send(self, record: bytes | memoryview) -> None:
         self._mesh.send(self._peer, self._kind, record)
@@ -84,8 +86,10 @@ class MeshCommunicator(Communicator):
     """group: the ranks that divide the layers, in order; the mesh's own is one of them."""
 
     def __init__(self, mesh: Mesh, group: Sequence[int]) -> None:
-        self._mesh, self._group = mesh, group
-        self.rank, self.size = group.index(mesh.rank), len(group)
+        self._mesh = mesh
+        self._group = group
+        self.rank = group.index(mesh.rank)
+        self.size = len(group)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.num_exchanges += 1

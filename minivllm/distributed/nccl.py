@@ -27,7 +27,8 @@ class NcclCommunicator(Communicator):
     def __init__(
         self, rank: int, size: int, rendezvous: str, device: str = "cuda", backend: str = "nccl"
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self._device = torch.device(device)
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")  # the workers of one host; no other host can connect

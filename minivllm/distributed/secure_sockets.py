@@ -43,10 +43,8 @@ class SecureSockets:
     """Makes sockets of both sides. To be closed when all of them are."""
 
     def __init__(self, secret: bytes) -> None:
-        self._server, self._client = (
-            _key_pair(secret, b"minivllm server"),
-            _key_pair(secret, b"minivllm client"),
-        )
+        self._server = _key_pair(secret, b"minivllm server")
+        self._client = _key_pair(secret, b"minivllm client")
         self._context = zmq.Context()
         gate = self._context.socket(zmq.REP)
         gate.setsockopt(zmq.LINGER, 0)

@@ -15,7 +15,8 @@ class SharedLinks:
     ranks: those of this host, if not all; stages and pairs of ranks that are not all here share nothing."""
 
     def __init__(self, size: int, num_stages: int, by_file: bool = False, ranks: range | None = None) -> None:
-        self._size, self._last = size, size * (num_stages - 1)
+        self._size = size
+        self._last = size * (num_stages - 1)
         self._ranks = range(size * num_stages) if ranks is None else ranks
         stages = [
             stage

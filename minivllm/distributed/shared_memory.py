@@ -28,7 +28,8 @@ class SharedMemoryCommunicator(Communicator):
     """The workers of one host; each makes one from what ``open_segment`` returned."""
 
     def __init__(self, rank: int, memory: int, events: Sequence[Sequence[int]]) -> None:
-        self.rank, self.size = rank, len(events)
+        self.rank = rank
+        self.size = len(events)
         whole = torch.frombuffer(mmap.mmap(memory, 2 * self.size * PLACE_BYTES), dtype=torch.uint8)
         self._places = whole.view(2, self.size, PLACE_BYTES)
         self._turn = 0

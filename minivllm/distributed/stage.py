@@ -47,7 +47,8 @@ class Stage:
         links: StageLinks | None = None,
         remote: RemoteLinks | None = None,
     ) -> None:
-        self.number, self.size = number, size
+        self.number = number
+        self.size = size
         links, remote = links or StageLinks(), remote or RemoteLinks()
         self._source = remote.source if links.source is None else Link(links.source)
         self._sink = remote.sink if links.sink is None else Link(links.sink)

@@ -32,7 +32,8 @@ class Administration:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._weights_path, self._sleep_level = core.config.model_path, 0
+        self._weights_path = core.config.model_path
+        self._sleep_level = 0
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
         """Call a method by name. Raises RequestError for a name that is not known and arguments that do not

@@ -59,7 +59,8 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor, lockstep: Lockstep | None = None) -> None:
         self.config = config
-        self.executor, self._lockstep = executor, lockstep
+        self.executor = executor
+        self._lockstep = lockstep
         kv_cache = KVCacheManager(
             [make_group(group, config.scheduler.longest_chunk) for group in executor.kv_groups],
             max_model_len=config.scheduler.max_model_len,

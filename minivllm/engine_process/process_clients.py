@@ -32,10 +32,13 @@ class _Client:
     """What both clients hold. pid: process id of the engine."""
 
     def __init__(self, connection: EngineConnection) -> None:
-        self._connection, self.pid = connection, connection.process.pid
+        self._connection = connection
+        self.pid = connection.process.pid
         ready = connection.ready
-        self.config, self.kv_groups = ready.config, ready.kv_groups
-        self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
+        self.config = ready.config
+        self.kv_groups = ready.kv_groups
+        self.model_vocab_size = ready.model_vocab_size
+        self.eos_token_ids = ready.eos_token_ids
         self._answers = NO_PIXELS
 
     def serve_pixels(self, answers: PixelAnswers) -> None:

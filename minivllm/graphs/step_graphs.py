@@ -91,7 +91,9 @@ class StepGraphs:
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self.mode, self._model, self._backend = mode, model, backend
+        self.mode = mode
+        self._model = model
+        self._backend = backend
         self.full_buckets = (
             decode_buckets(max_num_seqs, model.rows.fewest)
             if mode in ("full_decode", "full_and_piecewise")

@@ -36,7 +36,8 @@ class KVCacheCoordinator:
     def __init__(self, groups: Sequence[SingleGroupManager]) -> None:
         self.groups = list(groups)
         sizes = [group.block_size for group in groups]
-        self.hash_block_size, self.alignment = gcd(*sizes), lcm(*sizes)
+        self.hash_block_size = gcd(*sizes)
+        self.alignment = lcm(*sizes)
         for group in groups:
             group.hashes_per_block = group.block_size // self.hash_block_size
 

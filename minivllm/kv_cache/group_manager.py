@@ -252,7 +252,8 @@ class LocalAttentionManager(SingleGroupManager):
 
     def __init__(self, num_blocks: int, block_size: int, reach: int, longest_chunk: int) -> None:
         super().__init__(num_blocks, block_size)
-        self.reach, self.longest_chunk = reach, longest_chunk
+        self.reach = reach
+        self.longest_chunk = longest_chunk
         self.name = f"{self.name} of {reach}"
 
     def max_blocks(self, num_tokens: int) -> int:

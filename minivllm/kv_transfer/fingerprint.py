@@ -62,7 +62,8 @@ class _KnownDigests:
     """Digests by path, in ``file_digests.json`` below MINIVLLM_HOME. An unreadable file counts as empty."""
 
     def __init__(self) -> None:
-        self._path, self._is_new = home_directory() / "file_digests.json", False
+        self._path = home_directory() / "file_digests.json"
+        self._is_new = False
         self._entries: dict[str, _Entry] = {}
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._entries = msgspec.json.decode(self._path.read_bytes(), type=dict[str, _Entry])

@@ -280,7 +280,10 @@ class State:
             texts.append(chat.hidden.restored(piece))
         if not tokens:
             raise RequestError("Nothing was appended yet: begin with a text or a role block.")
-        self._tokens, self._texts, self._chat, self._pending = tokens, texts, chat, []
+        self._tokens = tokens
+        self._texts = texts
+        self._chat = chat
+        self._pending = []
 
     def _encode(self, text: str, *, chat: Conversation | None = None, is_first: bool = False) -> list[int]:
         """Token ids of an appended text. chat: whose template wrote it; None for a plain text."""

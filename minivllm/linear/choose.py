@@ -66,7 +66,10 @@ class MethodChooser:
         policy: DevicePolicy,
         compiled: bool = False,
     ) -> None:
-        self.quantization, self.dtype, self.policy, self.compiled = quantization, dtype, policy, compiled
+        self.quantization = quantization
+        self.dtype = dtype
+        self.policy = policy
+        self.compiled = compiled
         self._counts: Counter[str] = Counter()
         if quantization is not None and stored is not None:
             raise ConfigError(

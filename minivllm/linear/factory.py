@@ -25,7 +25,10 @@ class LinearFactory:
         experts: Shard | None = None,
     ) -> None:
         self.experts = experts
-        self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
+        self.dtype = dtype
+        self.device = device
+        self.choose = choose
+        self.shard = shard or Shard()
 
     def make(
         self,

@@ -49,7 +49,9 @@ class Linear:
         own: Mapping[str, Rows] | None = None,
         is_stacked: bool = False,
     ) -> None:
-        self.split, self.shard, self.device = split, shard, device
+        self.split = split
+        self.shard = shard
+        self.device = device
         counts = {name: in_features if split == "row" else size for name, size in parts.items()}
         divided: Mapping[str, Any] = own or {name: shard.own(count) for name, count in counts.items()}
         whole = {name: slice(0, size) for name, size in parts.items()}
@@ -61,8 +63,12 @@ class Linear:
         self.method = choose_linear_method(self.out_features, self.in_features, dtype, device)
         self.tensors: LinearTensors = ()
         self.adapters: LinearTensors = ()
-        self._whole, self._whole_inputs = parts, in_features
-        self._dtype, self._has_bias, self._choose, self._is_stacked = dtype, bias, choose, is_stacked
+        self._whole = parts
+        self._whole_inputs = in_features
+        self._dtype = dtype
+        self._has_bias = bias
+        self._choose = choose
+        self._is_stacked = is_stacked
         self._weights: dict[str, StoredWeight] = {}
         self._biases: dict[str, Tensor] = {}
 

@@ -36,7 +36,9 @@ class AdapterManager:
     def __init__(self, model: Model, config: LoRAConfig, described: object = None) -> None:
         """described: the model's configuration. By a DecoderConfig, adapters may name modules as published
         checkpoints of its family do, which is how PEFT names them."""
-        self._config, self._dtype, self._device = config, model.dtype, model.device
+        self._config = config
+        self._dtype = model.dtype
+        self._device = model.device
         self._num_chunks = 1 + config.max_loras * chunks_of_rank(config.max_lora_rank)
         self._linears = model.linears
         for _, linear in self._linears:

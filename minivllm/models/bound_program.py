@@ -38,7 +38,8 @@ class BoundProgram:
         # then the rows.
         again = () if plan.tail is None else plan.tail.inputs[len(plan.body.results) : -1]
         assert set(again) <= {"positions", "adapters"}, again
-        self._reads_positions, self._reads_adapters = "positions" in again, "adapters" in again
+        self._reads_positions = "positions" in again
+        self._reads_adapters = "adapters" in again
         caches = [name for name in plan.body.inputs if name.startswith("cache.")]
         self._has_cache = [plan.body.trees[name] is not None for name in caches]
 

@@ -40,7 +40,8 @@ class Encodings:
         """Asks the frontend for the pixels of these images; ``take_pixels`` gets the answers."""
         self._config = config
         self._capacity = config.encoder_cache_bytes // config.bytes_per_embed
-        self._unit_bytes, self._most_bytes = prod(config.unit_shape), config.pixel_bytes
+        self._unit_bytes = prod(config.unit_shape)
+        self._most_bytes = config.pixel_bytes
         self._cache: OrderedDict[bytes, _Encoding] = OrderedDict()
         self._num_embeds = 0
         self._readers: dict[str, Request] = {}
@@ -245,7 +246,8 @@ class Encodings:
             if request.images[-1].end <= num_computed:
                 del self._readers[request_id]
         step = self._forgotten, self._planned
-        self._forgotten, self._planned = [], []
+        self._forgotten = []
+        self._planned = []
         self._budget = self._config.max_num_batched_embeds
         self._ask_now()
         return step

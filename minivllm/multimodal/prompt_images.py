@@ -32,7 +32,9 @@ class PromptImages:
     """
 
     def __init__(self, config: ImagesConfig, model_path: str, tokenizer: Tokenizer | None) -> None:
-        self.config, self._path, self._tokenizer = config, Path(model_path), tokenizer
+        self.config = config
+        self._path = Path(model_path)
+        self._tokenizer = tokenizer
         entries = read_config(self._path)
         self._expansion = make_expansion(
             config.family, entries, read_processor(self._path, entries), model_path

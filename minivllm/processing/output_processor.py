@@ -190,12 +190,14 @@ class _Sequence:
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End the sequence, once; text still held back is released, and a match in it counts."""
         self.request.num_unfinished -= 1
-        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
         self.has_news = True
         if self._detokenizer is not None and self._detokenizer.stop_match is None:
             self._detokenizer.flush(is_cut=reason in (FinishReason.ABORT, FinishReason.ERROR))
             if self._detokenizer.stop_match is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stop_match.reason
+                self.finish_reason = FinishReason.STOP
+                self.stop_reason = self._detokenizer.stop_match.reason
 
     def make_output(self) -> CompletionOutput:
         """All so far, or in a delta stream what is new since the last call."""

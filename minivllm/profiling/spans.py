@@ -42,7 +42,9 @@ class _Heard:
     __slots__ = ("_ends", "_listeners", "_name", "_subject")
 
     def __init__(self, name: str, subject: object, listeners: list[Listener]) -> None:
-        self._name, self._subject, self._listeners = name, subject, listeners
+        self._name = name
+        self._subject = subject
+        self._listeners = listeners
         self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:

@@ -47,7 +47,9 @@ class TraceRecorder:
         except OSError as error:
             raise ConfigError(f"profile is {directory!r}, which cannot be made: {error.strerror}.") from None
         self.path = Path(directory) / f"minivllm-{os.getpid()}-{time.time_ns()}.json"
-        self._core, self._collective, self._ranks = core, collective, ranks
+        self._core = core
+        self._collective = collective
+        self._ranks = ranks
         self._profiler: Any = None
         self._num_steps = 0
         self._listening = ExitStack()

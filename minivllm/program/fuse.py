@@ -200,7 +200,10 @@ class _Fuser:
     def __init__(
         self, items: list[Piece | Seam], inputs: Mapping[Name, Tree], results: tuple[Name, ...], label: str
     ) -> None:
-        self._items, self._inputs, self._results, self._label = items, inputs, results, label
+        self._items = items
+        self._inputs = inputs
+        self._results = results
+        self._label = label
         self._alive = _alive_after(items, results)
         self._trees = dict(inputs)
         self._previous = "start"

@@ -73,7 +73,10 @@ class _RegionStep:
     def __init__(
         self, fused: FusedPieces, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion
     ) -> None:
-        self._fused, self._name, self._pick, self._gives = fused, fused.name, _picker(reads), gives
+        self._fused = fused
+        self._name = fused.name
+        self._pick = _picker(reads)
+        self._gives = gives
         self._only = gives[0] if len(gives) == 1 else None
         region = fused.region()
         self._function: Callable[..., Any] = compile_region(region) if fused.is_compiled else region.function
@@ -95,7 +98,10 @@ class _RegionStep:
 
 class _SeamStep:
     def __init__(self, seam: Seam, reads: Sequence[int], gives: Sequence[int]) -> None:
-        self.seam, self._cross, self._pick, self._gives = seam, seam.cross, _picker(reads), gives
+        self.seam = seam
+        self._cross = seam.cross
+        self._pick = _picker(reads)
+        self._gives = gives
         self._weights: tuple[Any, ...] = ()
 
     def rebind(self) -> None:

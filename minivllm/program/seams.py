@@ -20,8 +20,10 @@ class Attend(Seam):
     ) -> None:
         """output: spec of o. weights: sinks, or those of an update.
         reads_stream: a drafter may ask for the residual stream here."""
-        self._layer, self._weights = layer, weights
-        self.reads, self.gives = ("q", "stream" if reads_stream else "q"), {"o": output}
+        self._layer = layer
+        self._weights = weights
+        self.reads = ("q", "stream" if reads_stream else "q")
+        self.gives = {"o": output}
 
     def weights(self) -> tuple[Any, ...]:
         return (self._weights(),)
@@ -46,7 +48,8 @@ class Sum(_Exchange):
     kind = "sum"
 
     def __init__(self, register: Name, spec: Tree) -> None:
-        self.reads, self.gives = (register,), {register: spec}
+        self.reads = (register,)
+        self.gives = {register: spec}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
@@ -69,8 +72,10 @@ class Agree(_Exchange):
         code: Code | None = None,
     ) -> None:
         self.kind = "largest" if largest else "squares"
-        self._takes_largest, self.code = largest, code
-        self.reads, self.gives = (source or register,), {register: spec}
+        self._takes_largest = largest
+        self.code = code
+        self.reads = (source or register,)
+        self.gives = {register: spec}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
@@ -88,7 +93,8 @@ class Gather(_Exchange):
     def __init__(self, register: Name, spec: Tree, widths: Sequence[int]) -> None:
         """widths: columns of each rank."""
         self._widths = widths
-        self.reads, self.gives = (register,), {register: spec}
+        self.reads = (register,)
+        self.gives = {register: spec}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
@@ -102,7 +108,8 @@ class Receive(Seam):
 
     def __init__(self, stream: Tree) -> None:
         self._spec = stream
-        self.reads, self.gives = ("token_ids",), {"stream": stream}
+        self.reads = ("token_ids",)
+        self.gives = {"stream": stream}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.stage is not None
@@ -128,7 +135,8 @@ class Share(Seam):
 
     def __init__(self, source: Name, register: Name, stream: Tree) -> None:
         """source: this engine's [tokens, hidden]. register: gets those of all."""
-        self.reads, self.gives = (source,), {register: stream}
+        self.reads = (source,)
+        self.gives = {register: stream}
 
     def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.group is not None

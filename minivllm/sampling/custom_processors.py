@@ -84,7 +84,8 @@ class ProcessorStage:
             added.append(
                 AddedRequest(row, request.sampling_params, request.prompt_token_ids, self._outputs[slot])
             )
-        self._removed, self._added = [], {}
+        self._removed = []
+        self._added = {}
         moved = []
         for hole in empty:
             while slots and slots[-1] is None:

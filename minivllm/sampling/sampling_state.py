@@ -92,7 +92,8 @@ class TokenConstraints:
     """allowed_token_ids, bad_words, min_tokens and logit_bias. Implements LogitsStage."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
+        self._device = device
         self._is_active = np.zeros(num_slots, dtype=np.bool_)
         self._of_slot: dict[int, _Constraint] = {}
 
@@ -173,7 +174,8 @@ class Penalties:
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
+        self._device = device
         self.presence = SlotColumn(num_slots, np.float32, device)
         self.frequency = SlotColumn(num_slots, np.float32, device)
         self.repetition = SlotColumn(num_slots, np.float32, device)

@@ -90,7 +90,8 @@ class SortedQueue(RequestQueue):
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
         self._heap: list[tuple[Any, int, Request]] = []
-        self._last, self._first = 0, 0
+        self._last = 0
+        self._first = 0
 
     def add(self, request: Request) -> None:
         self._last += 1

@@ -29,7 +29,8 @@ class StepPlan:
     )
 
     def __init__(self, budget: int, chunk_budget: int) -> None:
-        self.budget, self.chunk_budget = budget, chunk_budget
+        self.budget = budget
+        self.chunk_budget = chunk_budget
         self.num_scheduled_tokens: dict[str, int] = {}
         self.requests: list[Request] = []
         self.new_requests: list[NewRequestData] = []
@@ -72,7 +73,8 @@ class StepTurns:
         has_seats: Callable[[], bool],
     ) -> None:
         self._plan = plan
-        self._serve_running, self._admit_waiting = serve_running, admit_waiting
+        self._serve_running = serve_running
+        self._admit_waiting = admit_waiting
         self._has_seats = has_seats
         self.cached_tokens = cached_tokens
 

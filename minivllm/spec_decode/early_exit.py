@@ -37,7 +37,8 @@ class EarlyExit(PagedDraft):
     def __init__(self, context: DraftContext, num_layers: int) -> None:
         """Raises ConfigError if the model cannot leave out layers."""
         super().__init__(context, context.target)
-        self.caches, self._num_layers = [], num_layers
+        self.caches = []
+        self._num_layers = num_layers
         self.use_regions(context.compiler)
         self.cost_per_token = self.model.weights_per_token / context.target.model.weights_per_token
 

@@ -52,7 +52,8 @@ class NgramDrafter(Drafter):
 
     def __init__(self, min_length: int, max_length: int) -> None:
         """min_length, max_length: tokens that must match, and beyond which longer matches do not count."""
-        self._min_length, self._max_length = min_length, max_length
+        self._min_length = min_length
+        self._max_length = max_length
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         proposals = {}

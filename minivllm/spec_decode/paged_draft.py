@@ -66,9 +66,11 @@ class PagedDraft(Drafter):
     def __init__(self, context: DraftContext, paged: PagedModel, *, token_offset: int = 0) -> None:
         """paged: builds the steps. token_offset:
         a token is computed so many places before its own (1 for EAGLE)."""
-        self._batch, self._limits = context.batch, context.limits
+        self._batch = context.batch
+        self._limits = context.limits
         self._tables = context.batch.groups[0]
-        self._paged, self._token_offset = paged, token_offset
+        self._paged = paged
+        self._token_offset = token_offset
         # Masks are those of the step that was verified; what a grammar allows next is not known yet.
         self._sampler = Sampler(context.sampling_state)
 
@@ -135,7 +137,8 @@ class CachedDraft(PagedDraft):
 
     def __init__(self, context: DraftContext, model: Model, *, token_offset: int = 0) -> None:
         super().__init__(context, context.paged(model, token_offset=token_offset), token_offset=token_offset)
-        self.model, self.caches = model, self._paged.caches
+        self.model = model
+        self.caches = self._paged.caches
         self._fingerprints = PrefixFingerprints(self._limits.max_model_len + 1)
         self._computed = np.zeros(self._tables.num_blocks * self._tables.block_size, dtype=np.uint64)
         self.use_regions(context.compiler)

@@ -82,7 +82,10 @@ class Speculation:
     def __init__(
         self, drafter: Drafter, lengths: DraftLengths, batch: PersistentBatch, vocab_size: int
     ) -> None:
-        self.drafter, self.lengths, self._batch, self._vocab_size = drafter, lengths, batch, vocab_size
+        self.drafter = drafter
+        self.lengths = lengths
+        self._batch = batch
+        self._vocab_size = vocab_size
         self._has_warned = False
 
     @property

@@ -56,7 +56,8 @@ class GrammarCompiler:
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         """vocab_size: width of the logits, which is often more than the tokenizer has."""
-        self._config, self._vocab_size = config, vocab_size
+        self._config = config
+        self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 

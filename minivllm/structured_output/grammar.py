@@ -85,7 +85,8 @@ class ThinkingBudget:
         self, budget: int, start_ids: Sequence[int], end_ids: Sequence[int], prompt_token_ids: Sequence[int]
     ) -> None:
         self._budget = budget
-        self._start, self._end = list(start_ids), list(end_ids)
+        self._start = list(start_ids)
+        self._end = list(end_ids)
         self._longest = max(len(self._start), len(self._end))
         self._recent: list[int] = []
         self._is_thinking = False

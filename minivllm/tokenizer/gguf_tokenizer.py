@@ -32,11 +32,9 @@ class GGUFTokenizer:
     def __init__(
         self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
     ) -> None:
-        self.backend_tokenizer, self.special_tokens, self.chat_template = (
-            backend,
-            special_tokens,
-            chat_template,
-        )
+        self.backend_tokenizer = backend
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
         ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
         self.bos_token_id: int | None = ids.get("bos_token")
         self.eos_token_id: int | None = ids.get("eos_token")

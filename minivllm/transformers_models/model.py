@@ -82,16 +82,23 @@ class TransformersModel:
         """See Decoder. communicator: to the workers that divide its layers, if there are some; input_unit:
         see Division; stage: which layers are this worker's, if not all. Raises ModelError, or ConfigError,
         with the reason if the model cannot be served or divided; no memory is taken by then."""
-        self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
+        self.config = config
+        self.dtype = dtype
+        self.attention_dtype = attention_dtype
+        self.device = device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None
         architecture = build_architecture(config, dtype, device)
-        self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
+        self.module = architecture.model
+        self._body = architecture.body
+        self.layers = architecture.layers
         self.all_attention_specs = tuple(layer.spec for layer in self.layers)
         """Those of other stages too."""
         self.names = CheckpointNames(self.module)
-        self._holder, self._communicator = StepHolder(), communicator
-        self._per_token, self._max_model_len = architecture.per_token, max_model_len
+        self._holder = StepHolder()
+        self._communicator = communicator
+        self._per_token = architecture.per_token
+        self._max_model_len = max_model_len
         self._stage = stage or Stage()
         self._parts = None if self._stage.size == 1 else StageParts(self.module, self._body, self._stage)
         settle_rotary(self.module, max_model_len, device)

@@ -80,8 +80,10 @@ class ModelRunner:
         images: EncodedImages | None = None,
     ) -> None:
         self._images = images
-        self.model, self.limits = model, limits
-        self._policy, self._make_attention = policy, make_attention
+        self.model = model
+        self.limits = limits
+        self._policy = policy
+        self._make_attention = make_attention
         device = model.device
         try:
             self.batch = PersistentBatch(limits.max_num_seqs, limits.max_model_len, limits.groups, device)

@@ -25,7 +25,9 @@ class PendingStep:
     ) -> None:
         """previous: the step launched before, whose tokens the host has to learn first."""
         self.output = ModelRunnerOutput()
-        self._batch, self._sampling_state, self._previous = batch, sampling_state, previous
+        self._batch = batch
+        self._sampling_state = sampling_state
+        self._previous = previous
         self._requests: list[WorkerRequest] = []
         self._slots = self._positions = np.empty(0, dtype=np.int64)
         self._wait: Callable[[], list[int]] | None = None
@@ -39,7 +41,10 @@ class PendingStep:
     ) -> None:
         """One token for each request, at these positions of these slots; ``wait`` returns them when they have
         arrived."""
-        self._requests, self._slots, self._positions, self._wait = requests, slots, positions, wait
+        self._requests = requests
+        self._slots = slots
+        self._positions = positions
+        self._wait = wait
 
     def finish_previous(self) -> None:
         """Wait for the tokens of all steps before this one."""

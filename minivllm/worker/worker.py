@@ -72,7 +72,9 @@ class Worker:
         others: OtherWorkers = NO_OTHERS,
     ) -> None:
         """report_transfer: for what a connector has done, called from any thread."""
-        self.config, self.facts, self._others = config, facts, others
+        self.config = config
+        self.facts = facts
+        self._others = others
         self._stage = others.stage or Stage()
         self._report_transfer = report_transfer
         self._connector: ConnectorWorker | None = None
@@ -281,7 +283,8 @@ class Worker:
         if self._is_uncompiled:
             self.runner.use_regions(self._compiler)
         self._warm_up(self._unfinished_warm_up)
-        self._unfinished_warm_up, self._is_uncompiled = [], False
+        self._unfinished_warm_up = []
+        self._is_uncompiled = False
 
     def leave_builds(self) -> None:
         """What is being compiled in the background is finished without this process, for the next start."""
@@ -440,7 +443,9 @@ class Worker:
                 if draft_model is not None and self._draft_model is not None:
                     draft_model.take_weights(self._draft_model)
             finally:
-                self._model, self._draft_model, self._adapters = model, draft_model, adapters
+                self._model = model
+                self._draft_model = draft_model
+                self._adapters = adapters
                 self._images = images
         elif self.policy.has_own_memory:
             for weights in self._all_weights:

@@ -361,3 +361,22 @@ def test_a_worked_example_plugs_in_by_public_names(name: str) -> None:
             )
         if isinstance(node, ast.ImportFrom):
             assert not any(alias.name.startswith("_") for alias in node.names), f"{path.name}:{node.lineno}"
+
+
+def test_attributes_are_set_one_a_line() -> None:
+    """``self.a, self.b = x, y`` hides fields. Results of one call may be unpacked."""
+    packed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        and all(
+            isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"
+            for one in node.targets[0].elts
+        )
+        and not {ast.dump(value) for value in node.value.elts if isinstance(value, ast.Attribute)}
+        & {ast.dump(target).replace("Store()", "Load()") for target in node.targets[0].elts}
+    ]
+    assert packed == []

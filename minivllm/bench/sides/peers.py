@@ -210,7 +210,8 @@ class OpenvinoEngine(Peer):
     its own way is the pipeline's ``generate``."""
 
     def __init__(self, pipeline: Any, facts: dict[str, Any]) -> None:
-        self._pipeline, self.facts = pipeline, facts
+        self._pipeline = pipeline
+        self.facts = facts
         self._handles: dict[int, Any] = {}
         self._left: dict[int, int] = {}
 
@@ -290,7 +291,8 @@ class VllmEngine(Peer):
     """The engine of a ``vllm.LLM``, step by step; its own way is ``LLM.generate``."""
 
     def __init__(self, llm: Any, facts: dict[str, Any]) -> None:
-        self._llm, self._engine = llm, llm.llm_engine
+        self._llm = llm
+        self._engine = llm.llm_engine
         self.facts = facts
 
     def reset(self) -> None:
@@ -375,7 +377,9 @@ class GenerateEngine(Peer):
     """
 
     def __init__(self, model: Any, facts: dict[str, Any], running: int) -> None:
-        self._model, self.facts, self._running = model, facts, running
+        self._model = model
+        self.facts = facts
+        self._running = running
         self._waiting: dict[int, Task] = {}
 
     def reset(self) -> None:

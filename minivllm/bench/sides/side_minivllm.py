@@ -69,7 +69,9 @@ class MinivllmEngine:
         adapters: Sequence[LoRARequest] = (),
         structure: StructuredOutputs | None = None,
     ) -> None:
-        self.engine, self._adapters, self._structure = engine, adapters, structure
+        self.engine = engine
+        self._adapters = adapters
+        self._structure = structure
         config = engine.client.config
         self.facts: dict[str, Any] = {
             "dtype": config.dtype,
@@ -86,7 +88,9 @@ class MinivllmEngine:
 
     def reset(self) -> None:
         self.engine.reset_prefix_cache()
-        self._before, self._kv_peak, self._next_look = self.engine.stats(), 0.0, 0.0
+        self._before = self.engine.stats()
+        self._kv_peak = 0.0
+        self._next_look = 0.0
 
     def add(self, index: int, task: Task) -> None:
         params = SamplingParams(

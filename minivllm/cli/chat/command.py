@@ -248,7 +248,8 @@ class ChatTerminal:
         if following is Next.REGENERATE:
             self._answer(session.regenerate)
         elif following is Next.EDIT:
-            self._draft, self._replaces_last = session.messages[-2].content, True
+            self._draft = session.messages[-2].content
+            self._replaces_last = True
         elif following is Next.COMPACT:
             self._compact()
         elif following is Next.TRACE:

@@ -106,7 +106,8 @@ class ChatSession:
             if self._host.engine is not before:  # the old one had to be loaded again
                 self._follow(self._host.engine)
             raise
-        self.model, self.params = model, self._host.params()
+        self.model = model
+        self.params = self._host.params()
         self.thinking = None
         self._follow(self.engine)
 

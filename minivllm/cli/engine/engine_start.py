@@ -114,7 +114,9 @@ class EngineHost:
         self, args: EngineArgs, log: ProgressHandler, params: Callable[[LLMEngine], SamplingParams]
     ) -> None:
         """params: the sampling settings to begin with, given an engine."""
-        self._args, self._log, self._params = args, log, params
+        self._args = args
+        self._log = log
+        self._params = params
         self._engine: LLMEngine | None = None
 
     def __enter__(self) -> EngineHost:

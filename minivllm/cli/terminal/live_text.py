@@ -148,7 +148,8 @@ class LiveText:
             self._emit("\n")
             self._write_styled(row)
         self._heights[-1] += len(rows) - 1
-        self._tail, self._shown = rows[-1], shown[-1]
+        self._tail = rows[-1]
+        self._shown = shown[-1]
 
     def _write_styled(self, text: str) -> None:
         if text:

@@ -163,7 +163,8 @@ class _LogToParent(logging.Handler):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._descriptor, self._room = descriptor, MAX_REPORT_BYTES
+        self._descriptor = descriptor
+        self._room = MAX_REPORT_BYTES
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()[-MAX_REPORT_BYTES // 8 :]

@@ -176,7 +176,9 @@ class _PackagedRegion:
 
     def __init__(self, region: Region, key: str, build: Callable[[list[_PackagedRegion]], None]) -> None:
         """build: what a call does first if the package is missing."""
-        self.region, self.key, self._build = region, key, build
+        self.region = region
+        self.key = key
+        self._build = build
         self._loaded: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
         self._function: Callable | None = None
         self._package: Callable[[list[Tensor]], Sequence[Tensor]] | None = None

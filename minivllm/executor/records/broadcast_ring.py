@@ -41,7 +41,8 @@ class _Ring:
         first = _PLACE * (1 + num_readers)
         self._capacity = len(self._map) - first
         whole = memoryview(self._map)
-        self._cursors, self._data = whole[:first].cast("Q"), whole[first:]
+        self._cursors = whole[:first].cast("Q")
+        self._data = whole[first:]
         self._number = 0
 
     def _cursor(self, index: int) -> int:
@@ -120,7 +121,9 @@ class RingReader(_Ring):
     def __init__(self, memory: int, arrived: int, freed: int, reader: int, num_readers: int) -> None:
         super().__init__(memory, num_readers)
         self._descriptors = (memory, arrived, freed)
-        self._arrived, self._freed, self._own = arrived, freed, 1 + reader
+        self._arrived = arrived
+        self._freed = freed
+        self._own = 1 + reader
         self._read = self._known = self._cursor(self._own)
         self._poll = select.poll()
         self._poll.register(arrived, select.POLLIN)

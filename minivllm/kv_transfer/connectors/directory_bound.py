@@ -31,7 +31,8 @@ class DirectoryBound:
     Nothing else is counted, or ever deleted."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
-        self._root, self._max_bytes = root, max_bytes
+        self._root = root
+        self._max_bytes = max_bytes
         self._has_looked = False
 
     def reserve(self, num_bytes: int) -> bool:

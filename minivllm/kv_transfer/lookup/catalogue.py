@@ -26,7 +26,8 @@ class _Worker:
     """A worker of a producer: where it listens, and the blocks whose parts it has announced."""
 
     def __init__(self, address: Address, gate: Gate) -> None:
-        self.address, self.gate = address, gate
+        self.address = address
+        self.gate = gate
         self.held: set[bytes] = set()
         self.pipe: Pipe | None = None
 

@@ -35,7 +35,8 @@ class LookupBuffer:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._fresh: OrderedDict[bytes, Contents] = OrderedDict()
         self._taken: OrderedDict[bytes, Contents] = OrderedDict()
         self._listeners: list[Listener] = []

@@ -30,7 +30,9 @@ class LookupServer:
 
     def __init__(self, address: Address, gate: Gate, buffer: LookupBuffer) -> None:
         """Raises ConfigError if it cannot listen there."""
-        self._gate, self._buffer, self._address = gate, buffer, address
+        self._gate = gate
+        self._buffer = buffer
+        self._address = address
         self._listener = address.listen()
         self._pipes: set[Pipe] = set()
         self._lock = Lock()

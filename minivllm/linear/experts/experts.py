@@ -38,7 +38,8 @@ class _Stack:
     """One product of all experts of a layer. make: an expert's ``Linear``."""
 
     def __init__(self, num_experts: int, make: Callable[[], Linear]) -> None:
-        self.num_experts, self._make = num_experts, make
+        self.num_experts = num_experts
+        self._make = make
         self.tensors: LinearTensors = ()
         self.method: LinearMethod | None = None
         self._loading: dict[int, Linear] = {}
@@ -93,8 +94,13 @@ class Experts:
         is_part: bool = False,
     ) -> None:
         own = own or shard.own(inner)
-        self.num_experts, self.hidden_size, self.inner = num_experts, hidden_size, own.stop - own.start
-        self._has_bias, self._activation, self._device, self._is_part = bias, activation, device, is_part
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.inner = own.stop - own.start
+        self._has_bias = bias
+        self._activation = activation
+        self._device = device
+        self._is_part = is_part
         if device.type not in ("cpu", "meta"):  # a layout may be looked at without a device
             _check_grouped(hidden_size, self.inner, dtype, device)
 

@@ -75,10 +75,15 @@ class Decoder:
         has the embedding too, for a head that drafts there. sees: some steps have images.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
-        self._communicator, self._group = communicator, group
+        self._communicator = communicator
+        self._group = group
         experts = group.shard if group is not None else shard if divides_experts else None
-        self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
-        self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
+        self.config = config
+        self.dtype = dtype
+        self.attention_dtype = attention_dtype
+        self.device = device
+        self.cache_dtype = cache_dtype or attention_dtype
+        self.shard = shard
         factory = LinearFactory(dtype, device, choose_method, shard, experts)
         self.stage = stage or Stage()
         self._embeds = self.stage.is_first or (embeds_last and self.stage.is_last)
@@ -192,7 +197,8 @@ class Decoder:
         if self.config.tie_word_embeddings:
             self.head.load("lm_head", "weight", weight)
             if self.head.method.gathers_rows and self._embeds:
-                self.embedding, self.embedding_method = self.head.tensors, self.head.method
+                self.embedding = self.head.tensors
+                self.embedding_method = self.head.method
                 return
             if not self.stage.is_last:
                 self.head.tensors = ()
@@ -277,7 +283,8 @@ class Decoder:
                 if isinstance(stored, Experts):  # loops that run inside the operators of regions
                     stored.compile_few_rows(compile_region)
         self._step = BoundProgram(self.plan(tokens, caches), compile_region)
-        self._programs, self._final = [self._step], None
+        self._programs = [self._step]
+        self._final = None
         if self._sees:
             self._seeing = BoundProgram(self.plan(self.with_images(tokens), caches), compile_region)
             self._programs.append(self._seeing)
@@ -374,10 +381,12 @@ class ShortenedDecoder:
     """The first layers of a decoder, as a model to guess with."""
 
     def __init__(self, whole: Decoder, num_layers: int, program: BoundProgram) -> None:
-        self._whole, self._program = whole, program
+        self._whole = whole
+        self._program = program
         in_layers = sum(layer.weights_per_token for layer in whole.layers[:num_layers])
         self.weights_per_token = in_layers + whole.config.hidden_size * whole.head.out_features
-        self.device, self.vocab_size = whole.device, whole.vocab_size
+        self.device = whole.device
+        self.vocab_size = whole.vocab_size
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend

@@ -68,7 +68,8 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, spec: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
-        self._activation, self._is_divided = spec.activation, factory.shard.size > 1
+        self._activation = spec.activation
+        self._is_divided = factory.shard.size > 1
         parts = {"gate_proj": spec.inner, "up_proj": spec.inner}
         own = own_inner(spec.inner, factory.shard)
         self._gate_up = factory.make(parts, hidden_size, spec.bias, "column", {name: own for name in parts})

@@ -40,7 +40,9 @@ class DecoderLayer:
     def __init__(
         self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
+        self.spec = spec
+        self._dtype = factory.dtype
+        self._attention_dtype = attention_dtype
         self.keeps_state = isinstance(spec.mixer, StateMixerSpec)
         self.mixer = make_mixer(spec.mixer, hidden_size, factory, attention_dtype)
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)

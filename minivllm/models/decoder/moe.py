@@ -99,7 +99,8 @@ class MixtureOfExperts:
     """
 
     def __init__(self, spec: MoeSpec, hidden_size: int, factory: LinearFactory) -> None:
-        self._spec, self._router = spec, Router(spec, factory.device)
+        self._spec = spec
+        self._router = Router(spec, factory.device)
         self._own = slice(0, spec.num_experts)
         own, shard = own_inner(spec.inner, factory.shard), factory.shard
         if factory.experts is not None:

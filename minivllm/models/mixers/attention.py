@@ -109,11 +109,14 @@ class SelfAttention:
     def __init__(
         self, spec: SelfAttentionSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
+        self.spec = spec
+        self._dtype = factory.dtype
+        self._attention_dtype = attention_dtype
         own = own_heads(spec, factory.shard)
         self.heads, self.kv_heads = (heads.stop - heads.start for heads in own[:2])
         queries, keys = (times(heads, spec.head_dim) for heads in own[:2])
-        self._own, self._own_values = own, (queries, keys)
+        self._own = own
+        self._own_values = (queries, keys)
         kv_size = spec.kv_heads * spec.head_dim
         parts = {"q_proj": spec.heads * spec.head_dim, "k_proj": kv_size, "v_proj": kv_size}
         ranges, width = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, spec.heads * spec.head_dim

@@ -106,7 +106,9 @@ class LatentAttention:
     def __init__(
         self, spec: LatentSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
+        self.spec = spec
+        self._dtype = factory.dtype
+        self._attention_dtype = attention_dtype
         self._own = factory.shard.own(spec.heads)
         self.heads = self._own.stop - self._own.start
         # What is the same for all heads is computed by every shard.

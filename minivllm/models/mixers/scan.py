@@ -61,11 +61,15 @@ class ScanMixer:
     def __init__(
         self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self.block, self._dtype, self._attention_dtype = spec.block, factory.dtype, attention_dtype
+        self.block = spec.block
+        self._dtype = factory.dtype
+        self._attention_dtype = attention_dtype
         own = OwnScan(spec, {}, slice(0, spec.widths[1]), {})
         if factory.shard.size > 1:
             own = own_scan(spec, factory.shard)
-        self.attends, self._own, self._width = own.spec, own, spec.widths[1]
+        self.attends = own.spec
+        self._own = own
+        self._width = spec.widths[1]
         into, out = own.projections or None, {"out_proj": own.values}
         self._in = factory.make(dict(spec.projections), hidden_size, spec.bias, "column", into)
         self._out = factory.make({"out_proj": hidden_size}, spec.widths[1], spec.bias, "row", out)
@@ -134,7 +138,10 @@ class ScanUpdate:
     def __init__(
         self, spec: ScanSpec, state: StateSpec, compile_region: CompileRegion, steps: ScanSteps
     ) -> None:
-        self._spec, self._steps, self._dtype, self._device = spec, steps, state.dtype, state.device
+        self._spec = spec
+        self._steps = steps
+        self._dtype = state.dtype
+        self._device = state.device
         declared = state.update_inputs(spec.widths[0], ())
         declared["weights"] = tuple(self._float32(*shape) for shape in spec.parameters.values())
         one_each = StateRows(*[TensorSpec((TOKENS,), torch.int32, state.device)] * len(StateRows._fields))  # type: ignore

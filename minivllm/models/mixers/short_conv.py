@@ -29,7 +29,8 @@ class ShortConv:
     def __init__(
         self, spec: ShortConvSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self._dtype, self._attention_dtype = factory.dtype, attention_dtype
+        self._dtype = factory.dtype
+        self._attention_dtype = attention_dtype
         self._own = own_inner(spec.channels, factory.shard)
         self.attends = replace(spec, channels=self._own.stop - self._own.start)
         into = torch.arange(spec.widths[0]).unflatten(0, (3, -1))[:, self._own].flatten()

@@ -22,7 +22,8 @@ class EncodedImages:
     """One for each worker."""
 
     def __init__(self, eye: Eye, config: ImagesConfig) -> None:
-        self.eye, self._config = eye, config
+        self.eye = eye
+        self._config = config
         self._hidden = config.bytes_per_embed // eye.dtype.itemsize
         self._embeds: dict[bytes, Tensor] = {}
         self._is_everywhere = False

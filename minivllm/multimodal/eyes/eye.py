@@ -61,8 +61,11 @@ class Eye:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.parts, self._encode, self._normalization = parts, encode, normalization
-        self.dtype, self.device = dtype, device
+        self.parts = parts
+        self._encode = encode
+        self._normalization = normalization
+        self.dtype = dtype
+        self.device = device
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ class TextOffsets:
             )
             offsets.append(self._add(token_id, not is_in_text))
         self._utf8.reset()
-        self._length, self._is_first = len(text), True
+        self._length = len(text)
+        self._is_first = True
         return offsets
 
     def _add(self, token_id: int, skips_special: bool) -> int:

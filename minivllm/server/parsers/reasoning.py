@@ -36,7 +36,8 @@ class ThinkParser:
             self._leading_space += self._buffer[: len(self._buffer) - len(stripped)]
             self._buffer = stripped
             if stripped.startswith(OPEN):
-                self._state, self._buffer = _State.INSIDE, stripped[len(OPEN) :]
+                self._state = _State.INSIDE
+                self._buffer = stripped[len(OPEN) :]
             elif OPEN.startswith(stripped):
                 return []
             else:
@@ -58,7 +59,9 @@ class ThinkParser:
         return [Reasoning(text)] if text else []
 
     def _leave(self, rest: str, *, strips_newlines: bool) -> list[Event]:
-        self._state, self._buffer, self._is_fresh = _State.AFTER, "", strips_newlines
+        self._state = _State.AFTER
+        self._buffer = ""
+        self._is_fresh = strips_newlines
         return self._rest(rest)
 
     def _rest(self, text: str) -> list[Event]:

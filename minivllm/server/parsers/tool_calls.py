@@ -226,14 +226,16 @@ class CallParser(ABC):
 
     def _begin_object(self, opening: str) -> None:
         """``opening``: what stands before the object and turns into text if the object is no call."""
-        self._state, self._opening = _State.OBJECT, opening
+        self._state = _State.OBJECT
+        self._opening = opening
         self._reader = CallObjectReader(requires_arguments=self._requires_arguments)
 
     def _read_object(self, events: list[Event]) -> None:
         taken, new_events = self._reader.feed(self._buffer)
         self._buffer = self._buffer[taken:]
         if self._reader.is_call:
-            self._has_calls, self._spaces = True, []
+            self._has_calls = True
+            self._spaces = []
         events += new_events
         if not self._reader.is_done:
             return

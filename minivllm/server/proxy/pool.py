@@ -19,7 +19,9 @@ class Backend:
     has_failed: lately, and it has not answered since."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.load, self.has_failed = url, 0, False
+        self.url = url
+        self.load = 0
+        self.has_failed = False
         self._rests_until = 0.0
 
     @property
@@ -28,11 +30,13 @@ class Backend:
 
     def rest(self, seconds: float = REST_SECONDS) -> None:
         """It has failed."""
-        self.has_failed, self._rests_until = True, time.monotonic() + seconds
+        self.has_failed = True
+        self._rests_until = time.monotonic() + seconds
 
     def works(self) -> None:
         """It has answered."""
-        self.has_failed, self._rests_until = False, 0.0
+        self.has_failed = False
+        self._rests_until = 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:

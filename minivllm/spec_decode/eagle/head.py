@@ -69,7 +69,8 @@ class EagleHead(Decoder):
             max_model_len=max_model_len,
             choose_method=choose_method,
         )
-        self.eagle, self._target = config, target
+        self.eagle = config
+        self._target = target
         self.feature_size = hidden = config.layer.hidden_size
         is_eagle3 = config.version == "eagle3"
         inputs = NUM_FUSED_LAYERS * config.target_hidden_size if is_eagle3 else 2 * hidden
@@ -188,7 +189,8 @@ class EagleHead(Decoder):
         ):
             linear.tensors = theirs.tensors
         layer.vectors, self.final_norm = others.vectors, other.final_norm
-        self.embedding, self.token_map = other.embedding, other.token_map
+        self.embedding = other.embedding
+        self.token_map = other.token_map
         self._rebind()
 
     def _methods(self) -> list[object]:

@@ -92,7 +92,9 @@ def to_rust(pattern: str, *, exact: bool = False) -> str:
 
 class _Reader:
     def __init__(self, pattern: str, exact: bool) -> None:
-        self._text, self._place, self._exact = pattern, 0, exact
+        self._text = pattern
+        self._place = 0
+        self._exact = exact
 
     def read(self) -> str:
         written: list[str] = []

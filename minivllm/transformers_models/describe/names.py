@@ -61,7 +61,8 @@ class CheckpointNames:
         transforms = get_model_conversion_mapping(model)
         self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
         self._renamings: list[Any] = [one for one in transforms if not isinstance(one, WeightConverter)]
-        self._model, self._prefix = model, model.base_model_prefix
+        self._model = model
+        self._prefix = model.base_model_prefix
         self._state = dict(model.state_dict())
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self.wants: Callable[[str], bool] = lambda name: True

@@ -47,7 +47,10 @@ class PagedLayer:
     def __init__(
         self, index: int, layer: LayerAttention, attention_dtype: torch.dtype, holder: StepHolder
     ) -> None:
-        self.index, self.layer, self.dtype, self.holder = index, layer, attention_dtype, holder
+        self.index = index
+        self.layer = layer
+        self.dtype = attention_dtype
+        self.holder = holder
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D] -> [1, tokens, heads, D of v]."""
@@ -118,7 +121,8 @@ class Probe:
         self.layers: list[LayerAttention] = []
         self._whole = whole
         self._names = {module: name for name, module in model.named_modules()}
-        self._windows, self._chunks = windows, chunks
+        self._windows = windows
+        self._chunks = chunks
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -61,7 +61,10 @@ class Division:
         """model: whole, as transformers builds it. body: the module of it that a plan is about. layers: what
         attention does in it. input_unit: inputs of a linear layer that stay together, since they share a
         scale."""
-        self.ranks, self.shard, self._layers, self._input_unit = ranks, ranks.shard, layers, input_unit
+        self.ranks = ranks
+        self.shard = ranks.shard
+        self._layers = layers
+        self._input_unit = input_unit
         self._name = type(model).__name__
         names = {module: name for name, module in model.named_modules()}
         plan = getattr(model.config, "base_model_tp_plan", None) or {}

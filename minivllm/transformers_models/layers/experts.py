@@ -37,8 +37,12 @@ class EngineExperts:
     def __init__(
         self, module: nn.Module, experts: Experts, index: int, holder: StepHolder, ranks: Ranks | None
     ) -> None:
-        self.experts, self.index, self._holder, self._ranks = experts, index, holder, ranks
-        self._is_transposed, self._is_concatenated = bool(module.is_transposed), bool(module.is_concatenated)
+        self.experts = experts
+        self.index = index
+        self._holder = holder
+        self._ranks = ranks
+        self._is_transposed = bool(module.is_transposed)
+        self._is_concatenated = bool(module.is_concatenated)
 
     def load(self, name: str, tensor: StoredWeight) -> None:
         """Take one of ``_TENSORS``, of all experts; a quantised one is [experts * out, in]."""

@@ -39,9 +39,12 @@ class SharedProduct:
         ranks: Ranks | None = None,
         widths: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.linear, self.index, self.ranks = linear, index, ranks
+        self.linear = linear
+        self.index = index
+        self.ranks = ranks
         self.sizes = dict(linear.sizes if widths is None else zip(linear.sizes, map(sum, widths)))
-        self._holder, self._widths = holder, widths
+        self._holder = holder
+        self._widths = widths
         self._input: Tensor | None = None
         self._parts: dict[str, Tensor] = {}
 
@@ -52,7 +55,8 @@ class SharedProduct:
             return self._joined(self._compute(x))
         if self._input is not x or name not in self._parts:
             parts = self._joined(self._compute(x)).split(list(self.sizes.values()), dim=-1)
-            self._input, self._parts = x, dict(zip(self.sizes, parts))
+            self._input = x
+            self._parts = dict(zip(self.sizes, parts))
         out = self._parts.pop(name)
         if not self._parts:
             self._input = None
@@ -91,13 +95,12 @@ class LinearModule(nn.Module):
         self, product: SharedProduct, part: str, is_transposed: bool, takes_whole: bool = False
     ) -> None:
         super().__init__()
-        self._product, self.part, self._is_transposed, self._takes_whole = (
-            product,
-            part,
-            is_transposed,
-            takes_whole,
-        )
-        self.in_features, self.out_features = product.linear.in_features, product.sizes[part]
+        self._product = product
+        self.part = part
+        self._is_transposed = is_transposed
+        self._takes_whole = takes_whole
+        self.in_features = product.linear.in_features
+        self.out_features = product.sizes[part]
 
     @property
     def linear(self) -> Linear:

@@ -23,7 +23,8 @@ class StageParts:
 
     def __init__(self, model: Any, body: nn.Module, stage: Stage) -> None:
         """model: whole, as transformers builds it. body: the module of it that the plan is about."""
-        self._model, self._stage = model, stage
+        self._model = model
+        self._stage = stage
         self.is_linked = False
         """Whether there is a stage before that sends; until then every token enters with a made-up vector."""
         prefix = next(name for name, module in model.named_modules() if module is body)
@@ -40,7 +41,8 @@ class StageParts:
             or None in parts.values()
         ):
             self._refuse("its plan names more than an embedding, a list of layers and what follows them")
-        self._embedding, self._layers = embedding, parts[lists[0]]
+        self._embedding = embedding
+        self._layers = parts[lists[0]]
         self._behind = [parts[name] for name in plan[2:]]
         self._layers_name = f"{prefix}.{lists[0]}."
         self._embedding_name = f"{prefix}.{plan[0]}."

@@ -34,7 +34,8 @@ class ProductModule(nn.Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.product, self.has_adapters = linear.product, bool(linear.adapters)
+        self.product = linear.product
+        self.has_adapters = bool(linear.adapters)
 
     def forward(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -188,8 +189,11 @@ class _Builder:
         modules: dict[str, Callable[[int], nn.Module]],
     ) -> None:
         """before: the attention or the exchange in front of the segment."""
-        self._trace, self._plan, self._before = trace, plan, before
-        self._graph, self._root = fx.Graph(), nn.Module()
+        self._trace = trace
+        self._plan = plan
+        self._before = before
+        self._graph = fx.Graph()
+        self._root = nn.Module()
         self._new: dict[fx.Node, fx.Node] = {}
         place = self._graph.placeholder
         entry, self._positions, self._adapters = place("entry"), place("positions"), place("adapters")

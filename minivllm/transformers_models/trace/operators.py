@@ -90,7 +90,9 @@ class Step:
     attend is None while they are traced."""
 
     def __init__(self, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend | None) -> None:
-        self.tokens, self.caches, self.attend = tokens, caches, attend
+        self.tokens = tokens
+        self.caches = caches
+        self.attend = attend
 
 
 class StepHolder:
@@ -118,7 +120,8 @@ class Ranks:
 
     def __init__(self, communicator: Communicator, holder: StepHolder) -> None:
         self.shard = Shard(communicator.rank, communicator.size)
-        self._communicator, self._holder = communicator, holder
+        self._communicator = communicator
+        self._holder = holder
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of what all workers have."""

@@ -103,8 +103,13 @@ class TracedModel:
         """body: (token ids, positions) int32 [tokens] -> hidden states [tokens, hidden]. head: (some of
         these, ids int32) -> logits [rows, vocab]. Both speak of attention, products and exchanges by the
         operators. Raises CannotTrace."""
-        self._layers, self._own, self._products, self._experts = layers, own, products, experts
-        self._dtype, self._attention_dtype, self._device = dtype, attention_dtype, device
+        self._layers = layers
+        self._own = own
+        self._products = products
+        self._experts = experts
+        self._dtype = dtype
+        self._attention_dtype = attention_dtype
+        self._device = device
         self._communicator = communicator
         ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int32, device=device)
         self._body_trace = Trace(body, (ids, ids), own)
