@@ -129,8 +129,8 @@ class RowPairs:
     they see. ``attend_to_strips`` says how it computes.
 
     Blocks that rows share are read one after the other. That pays where keys and values of a prefix do not
-    fit into the last cache of the processor, and costs nothing elsewhere: with 32 MB of cache, 10 rows took
-    0.53 of the processor time with a prefix of 61,440 tokens a layer, and 1.00 with 10,240
+    fit into the last cache of the processor, and costs nothing elsewhere. With 32 MB of cache, 10 rows took
+    0.53 to 0.66 of the processor time with a prefix of 61,440 tokens, 0.81 with 30,720, 1.00 with 10,240
     (``bench attention``). Loops in which several rows share every line that is loaded are no faster: products
     in float32 bound them, not memory (0.97 with 2 rows of 3 heads, 1.28 with 4).
     """
