@@ -364,19 +364,16 @@ def test_a_worked_example_plugs_in_by_public_names(name: str) -> None:
 
 
 def test_attributes_are_set_one_a_line() -> None:
-    """``self.a, self.b = x, y`` hides fields. Results of one call may be unpacked."""
-    packed = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in SOURCES
-        for node in ast.walk(syntax(path))
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Tuple)
-        and all(
-            isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"
-            for one in node.targets[0].elts
-        )
-        and not {ast.dump(value) for value in node.value.elts if isinstance(value, ast.Attribute)}
-        & {ast.dump(target).replace("Store()", "Load()") for target in node.targets[0].elts}
-    ]
+    """``self.a, self.b = x, y`` hides fields. Results of a call, and new values that need the old ones, may
+    be assigned together."""
+    packed = []
+    for path in SOURCES:
+        for node in ast.walk(syntax(path)):
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+                continue
+            (target,) = node.targets if len(node.targets) == 1 else (None,)
+            names = {ast.unparse(one) for one in target.elts} if isinstance(target, ast.Tuple) else set()
+            read = {ast.unparse(one) for one in ast.walk(node.value)}
+            if names and all(re.fullmatch(r"self\.\w+", name) for name in names) and not names & read:
+                packed.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert packed == []

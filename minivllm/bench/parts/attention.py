@@ -24,7 +24,7 @@ from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, OutputOptions, compared, make_report, publish
 from minivllm.cli.engine.options import with_options
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
