@@ -154,8 +154,9 @@ class Encodings:
             if place_of(item, 0) >= start + count:
                 break
             reader = (request.request_id, number)
-            limit = place_of(item, self._encode(item, reader, start + count))
-            if limit < start + count:
+            num_encoded = self._encode(item, reader, start + count)
+            limit = place_of(item, num_encoded)
+            if num_encoded < item.num_embeds and limit < start + count:
                 return max(0, limit - start)
         return count
 

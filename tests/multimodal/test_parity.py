@@ -75,6 +75,14 @@ def test_images_that_see_themselves_are_never_cut(
         assert all(sum(step.num_scheduled_tokens.values()) <= budget for step in steps)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_fits_is_one_step(directories: dict[str, Path], kind: str) -> None:
+    with engine(directories[kind]) as llm:
+        llm.generate(prompt("<s>a<image>bc<image>d", picture(0), picture(1)), SamplingParams(max_tokens=1))
+        (step,) = core_of(llm).scheduler.recent_steps(0)
+        assert sum(step.num_scheduled_tokens.values()) > 40
+
+
 @pytest.mark.parametrize("reach", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_border_of_a_chunk_around_every_run(directories: dict[str, Path], reach: int) -> None:
     directory = directories["smolvlm"]
