@@ -134,10 +134,10 @@ class PackagedRegionCompiler(RegionCompiler):
         """Export them one after the other, while another process compiles what all have in common; then
         compile what was exported, in as many processes as there are cores."""
         with SharedParts(self._directory) as shared:
-            parts, builds = PackageBuilds(self._settle), PackageBuilds(self._settle)
+            parts, builds = PackageBuilds(self._settle, "set of shared parts"), PackageBuilds(self._settle)
             prepare_inductor()
             if can_fork() and len(missing) >= FEWEST_PACKAGES and shared.has_room:
-                parts.start("the parts of all regions", shared.make)
+                parts.start("what all regions have in common", shared.make)
             programs = list(self._exported(missing))
             parts.wait()
             _try_instructions()
