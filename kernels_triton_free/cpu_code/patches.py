@@ -31,6 +31,7 @@ from kernels_triton_free.cpu_code.build_time import (
     find_strides_without_simplifying,
     include_no_tensor_library,
     leave_out_checks_of_inputs,
+    make_rules_of_dtypes_once,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def patch_inductor() -> None:
         find_strides_without_simplifying,
         leave_out_checks_of_inputs,
         include_no_tensor_library,
+        make_rules_of_dtypes_once,
         _count_in_32_bits_within_bounds,
     ):
         try_to_change(patch)

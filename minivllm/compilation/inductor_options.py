@@ -17,7 +17,7 @@ OPTIONS: Mapping[str, object] = MappingProxyType(
 """Of all compiled code."""
 PACKAGE_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
-        # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
+        # Inductor would make precompiled headers for each package: see packaged/shared_parts.py.
         "aot_inductor.precompile_headers": False,
     }
 )

@@ -3,12 +3,25 @@ when workers change over, what is logged meanwhile, and where it is the default.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
+from minivllm.compilation.compiler import cannot_compile_reason
+from minivllm.compilation.package_keys import hash_of
+from minivllm.compilation.packaged.package_builds import can_fork
+from minivllm.compilation.packaged.shared_parts import SharedParts
 from minivllm.config import EngineArgs
 from minivllm.engine import background_builds
 from minivllm.engine.background_builds import BackgroundBuilds, progress_line
@@ -119,3 +132,54 @@ def test_it_is_the_default_of_every_frontend_on_a_cpu(
     given: dict[str, Any], device: str, expected: bool
 ) -> None:
     assert resolve_background(EngineArgs(model="m", **given), device) is expected
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from minivllm import LLM, SamplingParams
+model, home = sys.argv[1], Path(sys.argv[2])
+if __name__ == "__main__":
+    settings = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 24, "max_model_len": 64}
+    llm = LLM(model, **settings)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    output = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0]
+    assert not list(home.rglob("*.pt2")), "an answer came before anything was compiled"
+    print(output.outputs[0].token_ids, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_fork(), reason="builds are child processes on Linux only")
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_a_script_answers_before_anything_is_compiled_and_its_end_ends_the_compilers(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    script, home = tmp_path / "script.py", tmp_path / "home"
+    script.write_text(PROGRAM)
+    environment = {**os.environ, "MINIVLLM_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, str(script), str(tiny_model("llama")), str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("["), done.stderr
+    assert "in the background" in done.stderr, "a person is told"
+    deadline = time.monotonic() + 30
+    while left := processes_of(home):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    with SharedParts(home / "regions"):
+        pass
+    for package in (home / "regions").iterdir():
+        if package.suffix == ".pt2":
+            assert package.stem.rpartition("-")[2] == hash_of(package.read_bytes())
+        assert package.suffix in (".pt2", ".lock"), "what was half-written is deleted by the next build"
+
+
+def processes_of(home: Path) -> list[str]:
+    """Command lines of processes that have this MINIVLLM_HOME."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("MINIVLLM_HOME") == str(home):
+                found.append(" ".join(process.cmdline()))
+    return found

@@ -1,7 +1,9 @@
 """The ledger of compiled regions:
 which regions every kind of model has in every layout, and the graph of each.
 
-``python -m tests.models.region_ledger --write`` writes ``regions.json``; ``test_region_ledger.py`` compares.
+``python -m tests.models.region_ledger --write`` writes ``regions.json``; ``test_region_ledger.py`` compares,
+and so does ``--check``, which needs no pytest. Graphs are compared with the version of PyTorch that the ledger
+was written with; names of regions, their variants and their number with every version.
 Nothing is compiled and nothing is generated: an engine is started whose compiler only takes note of what it
 is asked for, with the device policy of a plain CPU, so that every machine finds the same.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -159,6 +162,16 @@ def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
             return [dict(sorted(Counter(map(described, one.regions)).items())) for one in recorders]
 
 
+def comparable(ranks: list[dict[str, int]], version: str) -> list[dict[str, int]]:
+    """Of the regions of each rank what must be equal with this version of PyTorch and with that of the ledger."""
+    if version == TORCH:
+        return ranks
+    return [
+        dict(Counter(name.rpartition(" ")[0] for name, count in one.items() for _ in range(count)))
+        for one in ranks
+    ]
+
+
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """(family, what is special, engine arguments)."""
     found = [(family, name, settings) for family in FAMILIES for name, settings in LAYOUTS.items()]
@@ -166,30 +179,46 @@ def cases() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def main() -> None:
-    """Write or print the ledger."""
+    """Write, check or print the ledger."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", help="families whose name holds this")
+    parser.add_argument(
+        "--check", action="store_true", help="exit status 1 if regions differ from the ledger"
+    )
+    parser.add_argument("--only", default="", help="cases whose name holds this")
     chosen = parser.parse_args()
     ledger: dict[str, Any] = {"torch": TORCH}
     with tempfile.TemporaryDirectory() as directory:
         for family, name, settings in cases():
-            if chosen.only not in family:
+            title = f"{family}, {name}"
+            if chosen.only not in title:
                 continue
             path = Path(directory) / family
             if not path.exists():
                 save_tiny_model(path, family, SHAPES.get(family, {}))
             try:
-                ledger[f"{family}, {name}"] = regions_of(path, **settings)
+                ledger[title] = regions_of(path, **settings)
             except Exception as error:
-                print(f"{family}, {name}: {type(error).__name__}: {error}")
+                print(f"{title}: {type(error).__name__}: {error}")
                 raise
-            print(family, name, [sum(one.values()) for one in ledger[f"{family}, {name}"]], flush=True)
+            print(family, name, [sum(one.values()) for one in ledger[title]], flush=True)
     text = json.dumps(ledger, indent=1, sort_keys=True) + "\n"
     if chosen.write:
         LEDGER.write_text(text, encoding="utf-8")
-    else:
+    elif not chosen.check:
         print(text)
+    else:
+        recorded_ones = json.loads(LEDGER.read_text(encoding="utf-8"))
+        version = recorded_ones["torch"]
+        other = [
+            title
+            for title, ranks in ledger.items()
+            if title != "torch"
+            and comparable(ranks, version) != comparable(recorded_ones.get(title, []), version)
+        ]
+        what = "Graphs and regions" if version == TORCH else "Names, variants and numbers of regions"
+        print(f"{what} with PyTorch {TORCH}, and the ledger's with {version}: {len(other)} differ. {other}")
+        sys.exit(bool(other))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_a_person_is_told_once_that_and_how_much_is_compiled(
 def builds_are_copies(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To build a package takes ten seconds: the one that is there is copied."""
 
-    def put(program: object, directory: Path, packaged: Any) -> None:
+    def put(program: object, directory: Path, packaged: Any, shared: object) -> None:
         directory.mkdir(exist_ok=True)
         shutil.copy(next(built.glob(f"{packaged.key}-*")), directory)
 

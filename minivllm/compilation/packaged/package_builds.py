@@ -181,9 +181,10 @@ class PackageBuilds:
     Where forking is not safe, builds run one after another.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        """settle: what every child does first."""
+    def __init__(self, settle: Callable[[], None], what: str = "regions") -> None:
+        """settle: what every child does first. what: is built, for the log."""
         self._settle = settle
+        self._what = what
         self._waiting: list[tuple[str, Callable[[], None]]] = []
         self._running: dict[str, tuple[Child, float]] = {}
         self._num_over = 0
@@ -196,9 +197,8 @@ class PackageBuilds:
         """Return when all builds are over, whether or not they succeeded.
         If an exception ends the wait, so do they."""
         if self._num_unfinished:
-            logger.info(
-                "Compiling %d regions: %d done …", self._num_over + self._num_unfinished, self._num_over
-            )
+            count = self._num_over + self._num_unfinished
+            logger.info("Compiling %d %s: %d done …", count, self._what, self._num_over)
         try:
             while self._num_unfinished:
                 self._start_waiting()

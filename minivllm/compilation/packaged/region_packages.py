@@ -37,6 +37,7 @@ from minivllm.compilation.compiler import (
 from minivllm.compilation.inductor_options import FIXED_ROWS_OPTIONS, PACKAGE_OPTIONS
 from minivllm.compilation.package_keys import hash_of, package_key
 from minivllm.compilation.packaged.package_builds import Child, PackageBuilds, can_fork
+from minivllm.compilation.packaged.shared_parts import FEWEST_PACKAGES, SharedParts
 from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
 from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.fetch import exclusive
@@ -130,8 +131,27 @@ class PackagedRegionCompiler(RegionCompiler):
                 packaged.take(super()._make(packaged.region))
 
     def _build_packages(self, missing: list[_PackagedRegion]) -> None:
-        """Export them one after the other, and compile what was exported in other processes meanwhile."""
-        builds = PackageBuilds(self._settle)
+        """Export them one after the other, while another process compiles what all have in common; then
+        compile what was exported, in as many processes as there are cores."""
+        with SharedParts(self._directory) as shared:
+            parts, builds = PackageBuilds(self._settle, "set of shared parts"), PackageBuilds(self._settle)
+            prepare_inductor()
+            if can_fork() and len(missing) >= FEWEST_PACKAGES and shared.has_room:
+                parts.start("what all regions have in common", shared.make)
+            programs = list(self._exported(missing))
+            parts.wait()
+            _try_instructions()
+            for packaged, program in programs:
+                name = packaged.region.name
+                logger.info("Compiling %s …", name)
+                build = functools.partial(build_package, program, self._directory, packaged, shared)
+                builds.start(name, build)
+            builds.wait()
+
+    @staticmethod
+    def _exported(
+        missing: list[_PackagedRegion],
+    ) -> Iterator[tuple[_PackagedRegion, torch.export.ExportedProgram]]:
         examples: dict[tuple[TensorSpec, int], Tensor] = {}
         for packaged in missing:
             region = packaged.region
@@ -142,12 +162,8 @@ class PackagedRegionCompiler(RegionCompiler):
                 # Export has no one exception type for what it does not support.
                 logger.warning("The region %r cannot be exported: %s", region.name, error)
                 continue
-            logger.info("Compiling %s …", region.name)
-            prepare_inductor()
-            _try_instructions()
-            builds.start(region.name, functools.partial(build_package, program, self._directory, packaged))
             logger.debug("Exported %s in %.1f s.", region.name, time.perf_counter() - started)
-        builds.wait()
+            yield packaged, program
 
     def build_in_background(self) -> bool:
         if not can_fork():
@@ -296,25 +312,29 @@ def settle_child(threads: int) -> None:
     config.cpp.threads = threads
 
 
-def build_package(program: torch.export.ExportedProgram, directory: Path, packaged: _PackagedRegion) -> None:
+def build_package(
+    program: torch.export.ExportedProgram, directory: Path, packaged: _PackagedRegion, shared: SharedParts
+) -> None:
     """Compile the program and put its package in place, whole or not at all.
     Raises what the compiler raises."""
     from torch._inductor import aoti_compile_and_package
 
     key, has_fixed_rows = packaged.key, packaged.region.rows is not None
     options = {**PACKAGE_OPTIONS, **(FIXED_ROWS_OPTIONS if has_fixed_rows else {})}
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = directory / f"{key}.lock"
     with exclusive(lock):
         # A process that waited for the lock finds what the other one built meanwhile.
         if find_package(directory, key) is None:
             with (
-                tempfile.TemporaryDirectory(dir=directory) as scratch,
+                tempfile.TemporaryDirectory(dir=shared.folder) as scratch,
                 _tracing(),
                 _generated_code_in(scratch),
+                shared.used() as more,
             ):
                 path = Path(scratch) / f"{PACKAGE_NAME}.pt2"
-                aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+                aoti_compile_and_package(
+                    program, package_path=str(path), inductor_configs={**options, **more}
+                )
                 os.replace(path, directory / f"{key}-{hash_of(path.read_bytes())}.pt2")
         # A third process may hold a new file of this name then: it builds an equally good package.
         lock.unlink(missing_ok=True)
