@@ -114,7 +114,9 @@ def log_as_it_was() -> Iterator[None]:
     changes it for itself alone."""
     package = logging.getLogger("minivllm")
     level, propagate = package.level, package.propagate
+    handlers = list(package.handlers)
     yield
+    package.handlers[:] = handlers
     package.setLevel(level)
     package.propagate = propagate
 

@@ -194,6 +194,8 @@ ALLOWED = {None: [A, C], A: [B], C: [D]}
 class Grammar:
     """AB or CD, as a stage of the sampler: each slot knows what it has written."""
 
+    is_empty = False
+
     def __init__(self, num_slots: int) -> None:
         self.written: list[int | None] = [None] * num_slots
 

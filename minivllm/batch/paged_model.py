@@ -251,7 +251,7 @@ class PagedModel:
     def step_caches(self, inputs: StepInputs) -> list[LayerCache]:
         """Of every layer, and where the tokens of this step go."""
         return [
-            cache.at(inputs.slots[group]) if isinstance(cache, LayerCache) else NO_CACHE
+            cache._replace(slots=inputs.slots[group]) if isinstance(cache, LayerCache) else NO_CACHE
             for cache, group in zip(self.caches, self._group_of)
         ]
 

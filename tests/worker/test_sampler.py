@@ -453,6 +453,8 @@ def test_allowed_ids_outrank_min_tokens_and_bad_words_that_would_leave_nothing()
 class OnlyToken:
     """A mask that lets one token pass on slot 0."""
 
+    is_empty = False
+
     def __init__(self, token: int) -> None:
         self.token = token
 
