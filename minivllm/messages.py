@@ -9,6 +9,7 @@ Workers -> core: ``ModelRunnerOutput``.
 from __future__ import annotations
 
 from enum import StrEnum
+from math import prod
 
 import msgspec
 
@@ -73,6 +74,8 @@ class ImageItem(msgspec.Struct, frozen=True):
     """(first, count) of placeholders in a row, counted from offset."""
     unit_embeds: int
     """Embeddings of a unit, the least that is encoded."""
+    unit_shape: tuple[int, int, int]
+    """Pixels of a unit: channels, height, width."""
     num_units: int
     sees_itself: bool = False
     """All placeholders of a run see each other (Gemma 3), so a step computes a run as a whole."""
@@ -80,6 +83,11 @@ class ImageItem(msgspec.Struct, frozen=True):
     @property
     def num_embeds(self) -> int:
         return self.unit_embeds * self.num_units
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of the pixels of a unit."""
+        return prod(self.unit_shape)
 
     @property
     def end(self) -> int:

@@ -13,11 +13,8 @@ from minivllm.multimodal.decoding import MAX_FILE_BYTES, Picture
 from minivllm.multimodal.prompt_images import PromptImages
 
 IMAGE_PARTS = ("image_url", "image_pil")
-_DETAILS: Mapping[str, Mapping[str, bool]] = {
-    "auto": {},
-    "low": {"do_image_splitting": False},
-    "high": {"do_image_splitting": True},
-}
+_DETAILS: Mapping[str, bool | None] = {"auto": None, "low": False, "high": True}
+"""What the first choice that an image has is set to: whether it is cut into tiles."""
 
 
 def take_images(
@@ -61,13 +58,14 @@ def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages
     if kind == "image_pil":
         return images.read_one(given, {}, name)
     url, detail = (given.get("url"), given.get("detail")) if isinstance(given, Mapping) else (given, None)
-    options = _DETAILS.get(detail or "auto")
-    if options is None:
+    if (detail or "auto") not in _DETAILS:
         raise RequestError(f"{name}: detail is {reprlib.repr(detail)}, but must be auto, low or high.")
-    if not set(options) <= set(images.options):
+    cuts = _DETAILS[detail or "auto"]
+    if cuts is not None and not images.options:
         raise RequestError(
             f"{name}: detail is {detail!r}, but images of this model have no choices: leave it out."
         )
+    options = {} if cuts is None else {images.options[0]: cuts}
     return images.read_one(read_data_url(url, name), options, name)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from minivllm.config import ImagesConfig
 from minivllm.messages import ImageItem, UnitsToEncode
@@ -40,7 +39,6 @@ class Encodings:
         """Asks the frontend for the pixels of these images; ``take_pixels`` gets the answers."""
         self._config = config
         self._capacity = config.encoder_cache_bytes // config.bytes_per_embed
-        self._unit_bytes = prod(config.unit_shape)
         self._most_bytes = config.pixel_bytes
         self._cache: OrderedDict[bytes, _Encoding] = OrderedDict()
         self._num_embeds = 0
@@ -88,15 +86,14 @@ class Encodings:
         """
         if not self._wanted:
             return
-        held = [pixels.shape[0] for pixels in self._pixels.values()]
-        num_units = sum(held) + sum(item.num_units for item in self._asked.values())
+        num_bytes = sum(len(pixels.data) for pixels in self._pixels.values())
+        num_bytes += sum(item.num_units * item.unit_bytes for item in self._asked.values())
         questions, is_full = [], False
         for digest, item in self._wanted.items():
-            is_full = is_full or (
-                num_units > 0 and (num_units + item.num_units) * self._unit_bytes > self._most_bytes
-            )
+            size = item.num_units * item.unit_bytes
+            is_full = is_full or (num_bytes > 0 and num_bytes + size > self._most_bytes)
             if not is_full or digest in self._urgent:
-                num_units += item.num_units
+                num_bytes += size
                 questions.append(digest)
         for digest in questions:
             self._asked[digest] = self._wanted.pop(digest)
@@ -112,10 +109,10 @@ class Encodings:
         self._abandoned.discard(pixels.digest)
         error = None
         if item is not None and is_wanted:
-            expected = (item.num_units, *self._config.unit_shape)
+            expected = (item.num_units, *item.unit_shape)
             if pixels.error is not None:
                 error = pixels.error
-            elif pixels.shape != expected or len(pixels.data) != item.num_units * self._unit_bytes:
+            elif pixels.shape != expected or len(pixels.data) != item.num_units * item.unit_bytes:
                 error = f"The pixels of an image came as {list(pixels.shape)}, but must be {list(expected)}."
             else:
                 self._pixels[pixels.digest] = pixels
@@ -188,9 +185,9 @@ class Encodings:
         return entry.num_units * size
 
     def _plan(self, entry: _Encoding, first: int) -> None:
-        digest, last = entry.item.digest, entry.num_units
+        digest, last, size = entry.item.digest, entry.num_units, entry.item.unit_bytes
         pixels = self._pixels[digest]
-        data = memoryview(pixels.data)[first * self._unit_bytes : last * self._unit_bytes]
+        data = memoryview(pixels.data)[first * size : last * size]
         shape = (last - first, *pixels.shape[1:])
         self._planned.append(UnitsToEncode(digest, first, entry.item.num_embeds, shape, bytes(data)))
         self.num_encoded_units += last - first

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, RequestError
 
 Options = Mapping[str, bool]
 """What a caller may choose for an image; see ``Expansion.options``."""
@@ -24,11 +24,13 @@ LARGEST_SIDE = 4096
 
 
 class Span(NamedTuple):
-    """token_ids: of the span. runs: see ImageItem. num_units: of the image."""
+    """token_ids: of the span. runs, num_units, unit_embeds, unit_shape: see ImageItem."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
     num_units: int
+    unit_embeds: int
+    unit_shape: tuple[int, int, int]
 
 
 class Expansion(Protocol):
@@ -40,11 +42,11 @@ class Expansion(Protocol):
 
     @property
     def unit_embeds(self) -> int:
-        """Embeddings of a unit."""
+        """Embeddings of the largest unit."""
 
     @property
     def unit_shape(self) -> tuple[int, int, int]:
-        """Pixels of a unit, channels first."""
+        """Pixels of the largest unit, channels first."""
 
     @property
     def most_embeds(self) -> int:
@@ -52,7 +54,11 @@ class Expansion(Protocol):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the choices that a caller has."""
+        """Names of the choices that a caller has. The first one: whether an image is cut into tiles."""
+
+    @property
+    def resizing(self) -> Mapping[str, Any]:
+        """What the image processor is told besides them."""
 
     @property
     def sees_itself(self) -> bool:
@@ -63,7 +69,8 @@ class Expansion(Protocol):
         """What stands before and after a span as text, so that the tokenizer reads it with its neighbours."""
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
-        """The span of an image of this size [pixels]."""
+        """The span of an image of this size [pixels].
+        Raises RequestError for one that cannot be resized."""
 
 
 def image_token(config: Mapping[str, Any]) -> int:
@@ -80,6 +87,7 @@ class OneRun:
     options: tuple[str, ...] = ()
     sees_itself = False
     around = ""
+    resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
@@ -96,7 +104,8 @@ class OneRun:
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
         """See Expansion."""
-        return Span([self.placeholder] * self.unit_embeds, [(0, self.unit_embeds)], 1)
+        run = [self.placeholder] * self.unit_embeds
+        return Span(run, [(0, len(run))], 1, self.unit_embeds, self.unit_shape)
 
 
 class MarkedRun:
@@ -106,6 +115,7 @@ class MarkedRun:
     options: tuple[str, ...] = ()
     sees_itself = True
     around = "\n\n"
+    resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         if processor.get("do_pan_and_scan"):
@@ -115,7 +125,11 @@ class MarkedRun:
         self.placeholder = int(config.get("boi_token_index", 255999))
         run = [int(config.get("image_token_index", 262144))] * self.unit_embeds
         self._span = Span(
-            [self.placeholder, *run, int(config.get("eoi_token_index", 256000))], [(1, len(run))], 1
+            [self.placeholder, *run, int(config.get("eoi_token_index", 256000))],
+            [(1, len(run))],
+            1,
+            self.unit_embeds,
+            self.unit_shape,
         )
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
@@ -130,6 +144,7 @@ class Tiles:
     options = ("do_image_splitting",)
     sees_itself = False
     around = ""
+    resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
@@ -208,14 +223,124 @@ class Tiles:
                 f"{self.unit_embeds} each: "
                 "it lacks the special tokens of the model's family."
             )
-        return Span(token_ids, runs, num_units)
+        return Span(token_ids, runs, num_units, self.unit_embeds, self.unit_shape)
+
+
+class Canvas:
+    """InternVL: an image is resized to the grid of tiles whose shape is nearest to its shape, and is added as
+    one more tile. All of them are one run, between two markers."""
+
+    options: tuple[str, ...] = ("crop_to_patches",)
+    sees_itself = False
+    around = ""
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        size = processor["size"]
+        self._edges: tuple[int, int] = int(size["height"]), int(size["width"])
+        self._crops = True  # whatever the processor's file says, as transformers does
+        self.resizing: Mapping[str, Any] = {"crop_to_patches": True}
+        least, most = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
+        grids = [
+            (rows, columns)
+            for columns in range(1, most + 1)
+            for rows in range(1, most + 1)
+            if least <= rows * columns <= most
+        ]
+        self._grids = sorted(grids, key=lambda grid: grid[0] * grid[1]) if most > 1 else []
+        self.unit_embeds = int(config.get("image_seq_length", 256))
+        self.unit_shape = 3, *self._edges
+        self.most_embeds = self.unit_embeds * max(1, 1 + max(map(math.prod, self._grids), default=0))
+        self.placeholder = image_token(config)
+        self._markers: tuple[int, int] | None = None
+
+    def num_tiles(self, width: int, height: int, options: Options) -> int:
+        """With the whole image among them, if there are several."""
+        if not options.get("crop_to_patches", self._crops) or not self._grids:
+            return 1
+        best, best_difference = (1, 1), math.inf
+        for rows, columns in self._grids:
+            difference = abs(width / height - columns / rows)
+            covers = width * height > 0.5 * self._edges[0] * self._edges[1] * columns * rows
+            if difference < best_difference or (difference == best_difference and covers):
+                best, best_difference = (rows, columns), difference
+        return math.prod(best) + (math.prod(best) > 1)
+
+    def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
+        """See Expansion."""
+        if self._markers is None:
+            self._markers = _markers(encode, "<img>", "</img>")
+        num_tiles = self.num_tiles(width, height, options)
+        count = num_tiles * self.unit_embeds
+        token_ids = [self._markers[0], *[self.placeholder] * count, self._markers[1]]
+        return Span(token_ids, [(1, count)], num_tiles, self.unit_embeds, self.unit_shape)
+
+
+def _markers(encode: Encode, first: str, second: str) -> tuple[int, int]:
+    """Two special tokens. Raises ModelError if the tokenizer has no such ones."""
+    found = encode(first), encode(second)
+    if [len(ids) for ids in found] != [1, 1]:
+        raise ModelError(f"The tokenizer lacks {first} or {second}, the markers of images.")
+    return found[0][0], found[1][0]
+
+
+class Lines:
+    """Pixtral, Mistral 3: an image is resized to whole patches, encoded as a whole, and gives a run for each
+    line of patches, with a marker after it."""
+
+    options: tuple[str, ...] = ()
+    sees_itself = False
+    around = ""
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        self._patch = int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
+        size = processor["size"]
+        self._most_height = int(size.get("longest_edge") or size["height"])
+        self._most_width = int(size.get("longest_edge") or size["width"])
+        self.resizing: Mapping[str, Any] = {"patch_size": {"height": self._patch, "width": self._patch}}
+        rows, columns = self.grid(self._most_width, self._most_height)
+        self.unit_embeds = self.most_embeds = rows * columns
+        self.unit_shape = 3, rows * self._patch, columns * self._patch
+        self.placeholder = image_token(config)
+        self._markers: tuple[int, int] | None = None
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Lines of patches, and patches of each."""
+        ratio = max(height / self._most_height, width / self._most_width)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        return (height - 1) // self._patch + 1, (width - 1) // self._patch + 1
+
+    def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
+        """See Expansion."""
+        if self._markers is None:
+            self._markers = _markers(encode, "[IMG_BREAK]", "[IMG_END]")
+        rows, columns = self.grid(width, height)
+        if rows * columns == 0:
+            raise RequestError(
+                f"An image of {width} × {height} pixels is too narrow: in {self._most_width} × "
+                f"{self._most_height}, one of its sides has no pixel left."
+            )
+        line = [self.placeholder] * columns
+        token_ids = [*line, self._markers[0]] * rows
+        token_ids[-1] = self._markers[1]
+        runs = [(row * (columns + 1), columns) for row in range(rows)]
+        return Span(token_ids, runs, 1, rows * columns, (3, rows * self._patch, columns * self._patch))
 
 
 Make = Callable[[Mapping[str, Any], Mapping[str, Any]], Expansion]
 """From the entries of config.json, and those of the image processor's file."""
 
+
+def _llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Expansion:
+    """LLaVA 1.5, or Pixtral, which is published as one."""
+    is_pixtral = config["vision_config"].get("model_type") == "pixtral"
+    return Lines(config, processor) if is_pixtral else OneRun(config, processor)
+
+
 _FAMILIES: Mapping[str, Make] = {
-    "llava": OneRun,
+    "llava": _llava,
+    "mistral3": Lines,
+    "internvl": Canvas,
     "idefics3": Tiles,
     "smolvlm": Tiles,
     "gemma3": MarkedRun,

@@ -122,7 +122,8 @@ class PromptImages:
                 offset=len(expanded),
                 length=len(span.token_ids),
                 runs=span.runs,
-                unit_embeds=self._expansion.unit_embeds,
+                unit_embeds=span.unit_embeds,
+                unit_shape=span.unit_shape,
                 num_units=span.num_units,
                 sees_itself=self._expansion.sees_itself,
             )
@@ -160,7 +161,8 @@ class PromptImages:
 
         with self._lock:  # the processor is imported and read once
             processor = self._processor
-        unscaled = {"do_rescale": False, "do_normalize": False, **picture.options}
+        unscaled = {"do_rescale": False, "do_normalize": False}
+        unscaled |= {**self._expansion.resizing, **picture.options}
         values = np.asarray(processor(picture.pixels(), return_tensors="np", **unscaled)["pixel_values"])
         return np.ascontiguousarray(values.reshape(-1, *values.shape[-3:]).astype(np.uint8))
 

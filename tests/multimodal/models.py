@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,20 +19,33 @@ from transformers import (
     Gemma3Processor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen3Config,
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 SPECIAL = [
@@ -42,6 +57,10 @@ SPECIAL = [
     "<end_of_utterance>",
     "<soft>",
     "<eoi>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<img>",
+    "</img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]
 CHAT_TEMPLATE = (
@@ -166,6 +185,50 @@ def save_gemma3(directory: Path) -> Path:
     return _save(directory, Gemma3ForConditionalGeneration(config), processor)
 
 
+def save_canvas(directory: Path, kind: str = "internvl") -> Path:
+    """Tiles of 16 × 16 pixels with 4 embeddings each, at most 5 of them and the whole image."""
+    text = text_config().to_dict()
+    for name in ("model_type", "architectures", "rope_parameters"):
+        text.pop(name, None)
+    config = InternVLConfig(
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": [4, 4],
+            "image_size": [16, 16],
+            "layer_scale_init_value": 0.5,
+        },
+        text_config=(Qwen2Config if kind == "internvl" else Qwen3Config)(**text),
+        image_token_id=2,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=5)
+    return _save(directory, InternVLForConditionalGeneration(config), processor)
+
+
+def save_lines(directory: Path, kind: str = "mistral3") -> Path:
+    """A run for each 8 lines of pixels of an image, of at most 48 × 48; with Pixtral, of each 4 of 32 × 32."""
+    text = text_config().to_dict()
+    for name in ("model_type", "architectures"):
+        text.pop(name, None)
+    settings: dict[str, Any] = {
+        "vision_config": PixtralVisionConfig(**_VISION, image_size=48, head_dim=8),
+        "text_config": MistralConfig(**text, sliding_window=None if kind == "mistral3" else 24),
+        "image_token_index": 2,
+        "tie_word_embeddings": False,
+    }
+    if kind == "mistral3":
+        config: Any = Mistral3Config(**settings, spatial_merge_size=2)
+        processor = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 4, "width": 4})
+        return _save(directory, Mistral3ForConditionalGeneration(config), processor)
+    config = LlavaConfig(**settings, vision_feature_layer=-1, vision_feature_select_strategy="full")
+    processor = PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    return _save(directory, LlavaForConditionalGeneration(config), processor)
+
+
 def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
     """With weights large enough that every part of the model matters, and norms that are not trivial."""
     generator = torch.Generator().manual_seed(1)
@@ -180,6 +243,15 @@ def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
     return directory
 
 
+def _pixtral_processor(*args: Any, **settings: Any) -> Any:
+    """Its file imports the processor that needs torchvision, for one function, which the other one has too."""
+    module = "transformers.models.pixtral.image_processing_pixtral"
+    with patch.dict(sys.modules, {module: image_processing_pil_pixtral}):
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    return PixtralProcessor(*args, **settings)
+
+
 @cache
 def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
     """(model, processor) of transformers."""
@@ -187,11 +259,21 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
 
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    if model.config.vision_config.model_type == "pixtral":
+        merge = getattr(model.config, "spatial_merge_size", 1)
+        images: Any = PixtralImageProcessorPil.from_pretrained(directory)
+        return model, _pixtral_processor(images, tokenizer, 4, merge, image_token="<image>")
+    if model.config.model_type == "internvl":
+        names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<image>"}
+        names |= {f"{name}_id": tokenizer.convert_tokens_to_ids(text) for name, text in names.items()}
+        for name, value in {**names, "video_token": "<video>"}.items():
+            setattr(tokenizer, name, value)
+        images = GotOcr2ImageProcessorPil.from_pretrained(directory)
+        with patch.object(ProcessorMixin, "check_argument_for_proper_class"):  # it has no part for videos
+            return model, InternVLProcessor(images, tokenizer, None, image_seq_length=4)
     if model.config.model_type == "llava":
         is_clip = model.config.vision_config.model_type == "clip_vision_model"
-        images: Any = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(
-            directory
-        )
+        images = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(directory)
         strategy = model.config.vision_feature_select_strategy
         return model, LlavaProcessor(images, tokenizer, 4, strategy, num_additional_image_tokens=int(is_clip))
     if model.config.model_type == "gemma3":
@@ -231,13 +313,27 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-KINDS = ("clip", "siglip", "idefics3", "smolvlm", "gemma3")
+KINDS = (
+    "clip",
+    "siglip",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "pixtral",
+    "mistral3",
+    "internvl",
+    "internvl qwen3",
+)
 
 
 def save(directory: Path, kind: str) -> Path:
     """A model of one of KINDS."""
     if kind == "gemma3":
         return save_gemma3(directory)
+    if kind in ("pixtral", "mistral3"):
+        return save_lines(directory, kind)
+    if kind.startswith("internvl"):
+        return save_canvas(directory, kind)
     return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
 
 

@@ -41,7 +41,7 @@ def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) 
         check(llm, directory, "<s>Only words.", [])
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm"))
+@pytest.mark.parametrize("kind", ("clip", "smolvlm", "mistral3"))
 @pytest.mark.parametrize("budget", (7, 16, 31))
 def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
     directory = directories[kind]

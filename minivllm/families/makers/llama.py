@@ -164,17 +164,38 @@ _LLAMA = Family(
     with_experts="MixtralForCausalLM",
 )
 
+_MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    gguf_architecture=None,  # published as "llama"
+    defaults=defaults(
+        vocab_size=32000,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    describe=partial(dense, windows=_mistral_windows),
+    has_windows=True,
+    gguf_permutes_rotary=True,
+)
+
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that sees images with the weights of a Llama.
+    """The language model of a checkpoint that sees images: a Llama, or the Mistral of a Pixtral.
     The tie of its head stands outside."""
     text = text_part(entries)
     kind = text.get("model_type", "llama")
-    if kind != "llama":
+    if kind == "llama":
+        text = {**text, "sliding_window": None}
+    elif kind == "mistral" and entries.get("model_type") == "llava":
+        text = {**_MISTRAL.defaults, **text}
+    else:
         raise ModelError(
-            f"text_config.model_type is {kind!r}, but minivllm's own layers serve "
-            f"{entries.get('model_type')} with a "
-            "language model of type 'llama' only."
+            f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
+            f"model of {entries.get('model_type')}."
         )
     tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
     return {**text, **tied}
@@ -190,6 +211,15 @@ def _seeing(
         gguf_architecture=None,
         windowed=None,
         with_experts=None,
+        defaults={**_LLAMA.defaults, "sliding_window": None},
+        describe=partial(
+            dense,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            reads_mlp_bias=True,
+            windows=_mistral_windows,
+        ),
+        has_windows=True,
         rewrite_config=_llama_text,
         prefixes=prefixes,
         left_out=image_parts,
@@ -202,23 +232,7 @@ _LLAMA_FAMILIES = (
     _seeing("LlavaForConditionalGeneration", "llava", TEXT_PREFIXES, IMAGE_PARTS),
     _seeing("Idefics3ForConditionalGeneration", "idefics3", *_SMOLVLM),
     _seeing("SmolVLMForConditionalGeneration", "smolvlm", *_SMOLVLM),
-    Family(
-        architecture="MistralForCausalLM",
-        model_type="mistral",
-        gguf_architecture=None,  # published as "llama"
-        defaults=defaults(
-            vocab_size=32000,
-            intermediate_size=14336,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            sliding_window=4096,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        describe=partial(dense, windows=_mistral_windows),
-        has_windows=True,
-        gguf_permutes_rotary=True,
-    ),
+    _MISTRAL,
     _MINISTRAL3,
     _MINISTRAL3_IMAGES,
     Family(

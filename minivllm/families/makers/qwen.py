@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
+from minivllm.errors import ModelError
 from minivllm.families.dense import Description, dense
 from minivllm.families.entries import (
     MAX_HEAD_DIM,
@@ -27,7 +28,7 @@ from minivllm.families.experts import (
     shared_mlp,
     with_experts,
 )
-from minivllm.families.family import Family, defaults, text_part
+from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.families.gguf_entries import head_dim, layer_kinds
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import GatedDeltaSpec, LayerSpec, MoeSpec, SelfAttentionSpec
@@ -80,6 +81,38 @@ _QWEN_FAMILIES = (
         ),
         has_windows=True,
     ),
+)
+
+
+def _internvl_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of an InternVL 3, which is a Qwen2, or of an InternVL 3.5, which is a Qwen3."""
+    text = text_part(entries)
+    kind = text.get("model_type", "qwen2")
+    if kind not in ("qwen2", "qwen3"):
+        raise ModelError(
+            f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
+            "model of internvl."
+        )
+    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
+    return {"head_dim": None if kind == "qwen2" else 128, **text, **tied, "model_type": kind}
+
+
+def _internvl(entries: Entries) -> Description:
+    """As the language model's family says."""
+    family = _QWEN_FAMILIES[entries.get("model_type") == "qwen3"]
+    return family.describe(entries)
+
+
+_INTERNVL = replace(
+    _QWEN_FAMILIES[0],
+    architecture="InternVLForConditionalGeneration",
+    model_type="internvl",
+    gguf_architecture=None,
+    defaults={**_QWEN_FAMILIES[0].defaults, "attention_bias": False},
+    describe=_internvl,
+    rewrite_config=_internvl_text,
+    prefixes=TEXT_PREFIXES,
+    left_out=IMAGE_PARTS,
 )
 
 
@@ -400,4 +433,4 @@ _QWEN_NEXT_FAMILIES = (
     _with_images(_QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )
 
-FAMILIES = (*_QWEN_FAMILIES, *_QWEN_MOE_FAMILIES, *_QWEN_NEXT_FAMILIES)
+FAMILIES = (*_QWEN_FAMILIES, _INTERNVL, *_QWEN_MOE_FAMILIES, *_QWEN_NEXT_FAMILIES)

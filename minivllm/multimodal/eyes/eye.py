@@ -16,7 +16,9 @@ from minivllm.config import EngineConfig, ImagesConfig
 from minivllm.errors import ModelError
 from minivllm.multimodal.eyes.gemma3 import gemma3_parts
 from minivllm.multimodal.eyes.idefics3 import idefics3_parts
+from minivllm.multimodal.eyes.internvl import internvl_parts
 from minivllm.multimodal.eyes.llava import llava_parts
+from minivllm.multimodal.eyes.pixtral import pixtral_parts
 from minivllm.multimodal.facts import read_config, read_processor
 
 Parts = dict[str, nn.Module]
@@ -91,6 +93,8 @@ _FAMILIES = {
     "idefics3": idefics3_parts,
     "smolvlm": idefics3_parts,
     "gemma3": gemma3_parts,
+    "mistral3": pixtral_parts,
+    "internvl": internvl_parts,
 }
 
 
@@ -110,7 +114,8 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
     finally:
         torch.set_default_dtype(before)
     for module in parts.values():
-        module.eval().requires_grad_(False).to(device=device, dtype=dtype)
+        # Of the dtype that they are made in: what frequencies are made of stays in float32.
+        module.eval().requires_grad_(False).to(device)
     if config.load_format != "dummy":
         _load(path, parts)
     eye = Eye(parts, encode, Normalization.of(read_processor(path, read_config(path))), dtype, device)

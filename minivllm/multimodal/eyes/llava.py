@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minivllm.multimodal.eyes.pixtral import pixtral_parts
+
 
 def llava_parts(config: Any) -> tuple[dict[str, nn.Module], Callable[[Tensor], Tensor]]:
     """config: a LlavaConfig."""
+    if config.vision_config.model_type == "pixtral":
+        return pixtral_parts(config)
     from transformers import AutoModel
     from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
