@@ -77,6 +77,8 @@ class ImageItem(msgspec.Struct, frozen=True):
     unit_shape: tuple[int, int, int]
     """Pixels of a unit: channels, height, width."""
     num_units: int
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of the only run, where a model rotates them in space (Qwen-VL)."""
     sees_itself: bool = False
     """All placeholders of a run see each other (Gemma 3), so a step computes a run as a whole."""
 

@@ -106,6 +106,7 @@ class PagedModel:
             tiles_adapters=policy.tiles_adapters,
             token_offset=token_offset,
             groups=self._groups,
+            position_axes=model.position_axes,
         )
 
     def _laid_out(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.batch.image_positions import shift_after
 from minivllm.batch.state_tables import StateTables
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.kv_cache.specs import GroupSpec
@@ -101,7 +102,7 @@ class PersistentBatch:
     token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare:
     positions end at max_model_len - 1, and an EAGLE head reads one token further. tables: of each KV group.
     groups, states: those with the blocks of layers that attend, and with the states of those that keep one,
-    which come behind them.
+    which come behind them. shifts int32 [batch slots]: see ``shift_after``.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PersistentBatch:
         ]
         self.groups = [tables for tables in self.tables if isinstance(tables, GroupTables)]
         self.states = [tables for tables in self.tables if isinstance(tables, StateTables)]
+        self.shifts = np.zeros(max_num_seqs, dtype=np.int32)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -193,6 +195,7 @@ class PersistentBatch:
     def _enter(self, request: WorkerRequest, block_ids: BlockIds) -> None:
         slot = request.slot = self._free_slots.pop()
         prompt = request.data.prompt_token_ids
+        self.shifts[slot] = shift_after(request.data.images)
         self.token_ids.write(slot, 0, prompt)
         if request.output_token_ids:
             self.token_ids.write(slot, len(prompt), request.output_token_ids)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from minivllm.attention import Run, StepRows, in_step_order, look_ahead
+from minivllm.batch.image_positions import positions_in_space
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, WorkerRequest
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
@@ -97,6 +98,7 @@ class StepInputBuilder:
     up to date by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the
     token ids are those so much further in the sequence than the positions (1 for an EAGLE head). groups:
     those of the KV groups of the batch that the model's layers belong to; all, if they are not given.
+    position_axes: see Model.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class StepInputBuilder:
         tiles_adapters: bool = False,
         token_offset: int = 0,
         groups: Sequence[GroupTables] | None = None,
+        position_axes: int = 1,
     ) -> None:
         self._groups = batch.groups if groups is None else groups
         self._batch = batch
@@ -119,18 +122,31 @@ class StepInputBuilder:
         self._tiles_adapters = tiles_adapters
         tokens = rounded_capacity(max_num_batched_tokens)
         self._slot_names = [f"slots.{group}" for group in range(len(self._groups))]
-        names = ["token_index", "positions", *self._slot_names, *["lora_slots"] * (adapters is not None)]
-        self._buffer = StagingBuffer({name: (tokens,) for name in names}, device)
+        self._position_axes = position_axes
+        names = ["token_index", *self._slot_names, *["lora_slots"] * (adapters is not None)]
+        positions = (tokens,) if position_axes == 1 else (tokens, position_axes)
+        self._buffer = StagingBuffer({**{name: (tokens,) for name in names}, "positions": positions}, device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 
     @property
     def token_specs(self) -> TokenInputs:
         """The ``tokens`` of all steps as regions declare them."""
-        device = self._token_ids.device
+        device, axes = self._token_ids.device, self._position_axes
         if self._adapters is None:
-            return token_specs(device)
+            return token_specs(device, position_axes=axes)
         pieces = self._adapters.tile_specs(TOKENS, device) if self._tiles_adapters else None
-        return token_specs(device, RowAdapters(token_specs(device).positions, pieces))
+        return token_specs(device, RowAdapters(token_specs(device).positions, pieces), axes)
+
+    def _in_space(self, rows: Sequence[Row], token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Positions in time, row and column, int32 [tokens, 3]."""
+        turned = np.repeat((positions + self._batch.shifts[token_slots])[:, None], 3, axis=1)
+        first = 0
+        for row in rows:
+            images = row.request.data.images
+            if images and row.start < images[-1].end:
+                turned[first : first + row.count] = positions_in_space(images, row.start, row.count)
+            first += row.count
+        return turned
 
     def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
         """Returns views of the persistent buffers, valid until the next call.
@@ -156,7 +172,9 @@ class StepInputBuilder:
             if any(runs):
                 ahead = look_ahead(starts, counts, runs)
         padded = max(total, padded)
-        host["positions"][:total] = positions
+        host["positions"][:total] = (
+            positions if self._position_axes == 1 else self._in_space(ordered, token_slots, positions)
+        )
         width = self._batch.token_ids.host.shape[1]
         host["token_index"][:total] = token_slots * width + positions + self._token_offset
         for name, tables in zip(self._slot_names, self._groups):

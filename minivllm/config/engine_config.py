@@ -77,9 +77,11 @@ class ImagesConfig:
     placeholder: int
     """The token of a prompt that stands for an image, before its span takes that place."""
     unit_embeds: int
-    """Embeddings of the least that the encoder encodes."""
+    """Embeddings of the largest unit, which is what the encoder encodes at least."""
     unit_shape: tuple[int, int, int]
-    """Pixels of it: channels, height, width."""
+    """Pixels of the largest unit: channels, height, width."""
+    least_unit_shape: tuple[int, int, int]
+    """Pixels of the smallest one."""
     most_embeds: int
     """Embeddings of the largest image."""
     bytes_per_embed: int

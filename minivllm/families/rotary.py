@@ -66,6 +66,7 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
     rope = Entries(given, {"rope_theta": theta}, fields.source, "rope_parameters.")
 
     rope_type = given.get("rope_type", given.get("type", "default"))
+    rope_type = "default" if rope_type == "mrope" else rope_type  # as its sections say
     if rope_type not in ROTARY_TYPES:
         raise rope.refuse("rope_type", rope_type, f"must be one of {', '.join(ROTARY_TYPES)}")
     theta = rope.number("rope_theta", 0.0, MAX_THETA)
@@ -103,8 +104,27 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
             raise rope.refuse("rope_theta", theta, "must not be 1 with yarn")
     if rope_type == "longrope":
         values.update(_longrope(rope, dim, max_positions, values["original_max_position"]))
+    values["axes"] = _axes(rope, dim)
     _warn_of_doubts(rope, rope_type, values, max_positions)
     return RotaryConfig(type=cast(RotaryType, rope_type), theta=theta, dim=dim, **values)
+
+
+def _axes(rope: Entries, dim: int) -> tuple[int, ...]:
+    """Which position turns each frequency (see RotaryConfig), by ``mrope_section``: how many belong to time,
+    row and column. These lie one after the other (Qwen2-VL), or in turns, as long as an axis has some
+    (Qwen3-VL)."""
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return ()
+    half = dim // 2
+    are_counts = isinstance(sections, list) and all(type(count) is int and count >= 0 for count in sections)
+    if not are_counts or len(sections) != 3 or sum(sections) != half:
+        raise rope.refuse("mrope_section", sections, f"must list three counts that add up to {half}")
+    if not rope.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(
+        number % 3 if number % 3 and number < 3 * sections[number % 3] else 0 for number in range(half)
+    )
 
 
 _YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")

@@ -60,7 +60,8 @@ class ImageRows(NamedTuple):
 class TokenInputs(NamedTuple):
     """What every layer needs of the tokens in this step.
 
-    positions: in the sequence, int32 [tokens]. adapters: that of each token; None where the linear layers
+    positions: in the sequence, int32 [tokens]; of a model that rotates images in space, int32 [tokens, 3],
+    see ``position_axes``. adapters: that of each token; None where the linear layers
     have no adapters. images: None in a step without images.
     """
 
@@ -91,7 +92,8 @@ class Model(Protocol):
     may change, by the block they lie in ("model.layers.0.mlp"). linear_shapes: [out, in] of their parts in
     the whole model, those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out
     hidden
-    states, if they are wanted; a model without taps never looks at it.
+    states, if they are wanted; a model without taps never looks at it. position_axes: positions of each
+    token, 1, or 3 if images are rotated in space.
     """
 
     tap: HiddenTap | None
@@ -102,6 +104,8 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def attention_dtype(self) -> torch.dtype: ...
+    @property
+    def position_axes(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -165,7 +169,10 @@ class StagedModel(Protocol):
         """How each layer of the whole model attends, layers of other stages included."""
 
 
-def token_specs(device: torch.device, adapters: RowAdapters | None = None) -> TokenInputs:
-    """The tokens of a step as regions declare them. adapters: specs as well."""
-    each: Any = TensorSpec((TOKENS,), torch.int32, device)
+def token_specs(
+    device: torch.device, adapters: RowAdapters | None = None, position_axes: int = 1
+) -> TokenInputs:
+    """The tokens of a step as regions declare them. adapters: specs as well. position_axes: see Model."""
+    shape = (TOKENS,) if position_axes == 1 else (TOKENS, position_axes)
+    each: Any = TensorSpec(shape, torch.int32, device)
     return TokenInputs(each, adapters)

@@ -19,18 +19,22 @@ Options = Mapping[str, bool]
 Encode = Callable[[str], list[int]]
 """Token ids of a text in which special tokens count."""
 
+MOST_SQUARES = 4096
+"""Embeddings of an image of a family that would take many more: it is resized to these."""
+
 LARGEST_SIDE = 4096
 """Images of tiles are never made larger than that; a constant of Idefics 3's processor."""
 
 
 class Span(NamedTuple):
-    """token_ids: of the span. runs, num_units, unit_embeds, unit_shape: see ImageItem."""
+    """token_ids: of the span. runs, num_units, unit_embeds, unit_shape, grid: see ImageItem."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
     num_units: int
     unit_embeds: int
     unit_shape: tuple[int, int, int]
+    grid: tuple[int, int] = (0, 0)
 
 
 class Expansion(Protocol):
@@ -47,6 +51,10 @@ class Expansion(Protocol):
     @property
     def unit_shape(self) -> tuple[int, int, int]:
         """Pixels of the largest unit, channels first."""
+
+    @property
+    def least_unit_shape(self) -> tuple[int, int, int]:
+        """Pixels of the smallest unit."""
 
     @property
     def most_embeds(self) -> int:
@@ -99,7 +107,7 @@ class OneRun:
         has_whole = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
         drops_first = config.get("vision_feature_select_strategy", "default") == "default"
         self.unit_embeds = self.most_embeds = (height // patch) * (width // patch) + has_whole - drops_first
-        self.unit_shape = 3, height, width
+        self.unit_shape = self.least_unit_shape = 3, height, width
         self.placeholder = image_token(config)
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
@@ -122,6 +130,7 @@ class MarkedRun:
             raise ModelError("do_pan_and_scan cuts crops out of images, which is not served yet.")
         self.unit_embeds = self.most_embeds = int(config.get("mm_tokens_per_image", 256))
         self.unit_shape = 3, processor["size"]["height"], processor["size"]["width"]
+        self.least_unit_shape = self.unit_shape
         self.placeholder = int(config.get("boi_token_index", 255999))
         run = [int(config.get("image_token_index", 262144))] * self.unit_embeds
         self._span = Span(
@@ -156,7 +165,7 @@ class Tiles:
         self.unit_embeds = (vision["image_size"] // vision["patch_size"]) ** 2 // config.get(
             "scale_factor", 2
         ) ** 2
-        self.unit_shape = 3, self._edge, self._edge
+        self.unit_shape = self.least_unit_shape = 3, self._edge, self._edge
         self.placeholder = image_token(config)
         most = math.ceil(min(self._longest or LARGEST_SIDE, LARGEST_SIDE) / self._edge)
         self.most_embeds = self.unit_embeds * (most * most + 1 if most > 1 else 1)
@@ -226,6 +235,49 @@ class Tiles:
         return Span(token_ids, runs, num_units, self.unit_embeds, self.unit_shape)
 
 
+class Grid:
+    """Qwen2-VL, Qwen2.5-VL: an image is resized to whole squares of patches, encoded as a whole, and gives
+    one run, an embedding for each square, which are rotated by row and column."""
+
+    options: tuple[str, ...] = ()
+    sees_itself = False
+    around = ""
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        self._square = int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2))
+        size = processor.get("size") or {}
+        self._least = int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56)
+        most = int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
+        self._most = min(most, MOST_SQUARES * self._square**2)
+        self.resizing: Mapping[str, Any] = {
+            "size": {"shortest_edge": self._least, "longest_edge": self._most}
+        }
+        self.unit_embeds = self.most_embeds = self._most // self._square**2
+        side = max(1, math.isqrt(self.unit_embeds)) * self._square
+        self.unit_shape = 3, side, side
+        self.least_unit_shape = 3, self._square, self._square
+        self.placeholder = image_token(config)
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of squares."""
+        square = self._square
+        rows, columns = round(height / square), round(width / square)
+        if rows * columns * square**2 > self._most:
+            factor = math.sqrt(width * height / self._most)
+            return max(1, math.floor(height / factor / square)), max(1, math.floor(width / factor / square))
+        if rows * columns * square**2 < self._least:
+            factor = math.sqrt(self._least / (width * height))
+            return math.ceil(height * factor / square), math.ceil(width * factor / square)
+        return rows, columns
+
+    def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
+        """See Expansion."""
+        rows, columns = self.grid(width, height)
+        count = rows * columns
+        shape = 3, rows * self._square, columns * self._square
+        return Span([self.placeholder] * count, [(0, count)], 1, count, shape, (rows, columns))
+
+
 class Canvas:
     """InternVL: an image is resized to the grid of tiles whose shape is nearest to its shape, and is added as
     one more tile. All of them are one run, between two markers."""
@@ -248,7 +300,7 @@ class Canvas:
         ]
         self._grids = sorted(grids, key=lambda grid: grid[0] * grid[1]) if most > 1 else []
         self.unit_embeds = int(config.get("image_seq_length", 256))
-        self.unit_shape = 3, *self._edges
+        self.unit_shape = self.least_unit_shape = 3, *self._edges
         self.most_embeds = self.unit_embeds * max(1, 1 + max(map(math.prod, self._grids), default=0))
         self.placeholder = image_token(config)
         self._markers: tuple[int, int] | None = None
@@ -300,6 +352,7 @@ class Lines:
         rows, columns = self.grid(self._most_width, self._most_height)
         self.unit_embeds = self.most_embeds = rows * columns
         self.unit_shape = 3, rows * self._patch, columns * self._patch
+        self.least_unit_shape = 3, self._patch, self._patch
         self.placeholder = image_token(config)
         self._markers: tuple[int, int] | None = None
 
@@ -341,6 +394,8 @@ _FAMILIES: Mapping[str, Make] = {
     "llava": _llava,
     "mistral3": Lines,
     "internvl": Canvas,
+    "qwen2_vl": Grid,
+    "qwen2_5_vl": Grid,
     "idefics3": Tiles,
     "smolvlm": Tiles,
     "gemma3": MarkedRun,

@@ -101,6 +101,7 @@ def find_images(
             placeholder=expansion.placeholder,
             unit_embeds=unit_embeds,
             unit_shape=expansion.unit_shape,
+            least_unit_shape=expansion.least_unit_shape,
             most_embeds=most_embeds,
             bytes_per_embed=bytes_per_embed,
             most_in_prompt=most,

@@ -125,6 +125,7 @@ class PromptImages:
                 unit_embeds=span.unit_embeds,
                 unit_shape=span.unit_shape,
                 num_units=span.num_units,
+                grid=span.grid,
                 sees_itself=self._expansion.sees_itself,
             )
             if item.num_embeds > self.config.most_embeds:
@@ -163,7 +164,10 @@ class PromptImages:
             processor = self._processor
         unscaled = {"do_rescale": False, "do_normalize": False}
         unscaled |= {**self._expansion.resizing, **picture.options}
-        values = np.asarray(processor(picture.pixels(), return_tensors="np", **unscaled)["pixel_values"])
+        found = processor(picture.pixels(), return_tensors="np", **unscaled)
+        values = np.asarray(found["pixel_values"])
+        if values.ndim == 2:
+            values = _put_together(values, found["image_grid_thw"][0], processor)
         return np.ascontiguousarray(values.reshape(-1, *values.shape[-3:]).astype(np.uint8))
 
     @cached_property
@@ -171,3 +175,13 @@ class PromptImages:
         from transformers import AutoImageProcessor
 
         return AutoImageProcessor.from_pretrained(self._path, backend="pil")
+
+
+def _put_together(patches: Any, grid: Any, processor: Any) -> Any:
+    """[channels, height, width] of what Qwen's processors cut an image into: [patches, channels, moments,
+    height, width of a patch], square by square, with each patch repeated for every moment."""
+    size, square = processor.patch_size, processor.merge_size
+    rows, columns = int(grid[1]) // square, int(grid[2]) // square
+    cut = patches.reshape(rows, columns, square, square, 3, processor.temporal_patch_size, size, size)
+    image = cut[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
+    return image.reshape(3, rows * square * size, columns * square * size)

@@ -17,7 +17,9 @@ class RotaryConfig:
     extension. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn.
     attention_factor: cos and sin are multiplied by it (yarn, already resolved from mscale and mscale_all_dim;
     longrope). short_factors, long_factors: what longrope divides each frequency by, in contexts up to
-    original_max_position and in longer ones.
+    original_max_position and in longer ones. axes: which of a token's three positions (time, row, column)
+    turns each frequency, dim / 2 of them, in models that rotate images in space (M-RoPE: Wang et al. 2024);
+    empty: all have one position.
     """
 
     type: RotaryType = "default"
@@ -33,6 +35,7 @@ class RotaryConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    axes: tuple[int, ...] = ()
 
 
 class Reach(NamedTuple):

@@ -85,6 +85,7 @@ class TransformersModel:
         self.config = config
         self.dtype = dtype
         self.attention_dtype = attention_dtype
+        self.position_axes = 1
         self.device = device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None

@@ -257,7 +257,7 @@ class Worker:
                 run_on_null_block(self.runner, counts)
                 run_on_null_block(self.runner, [1])
         if self._images is not None:
-            self._images.encode_zeros(1)
+            self._images.warm_up()
         compiler.freeze()
         logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 

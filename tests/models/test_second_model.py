@@ -53,7 +53,7 @@ class AttentionOnly:
     vocab_size, feature_size = VOCAB, 0
     dtype = attention_dtype = torch.float32
     device = CPU
-    weights_per_token = 1
+    weights_per_token = position_axes = 1
     linears: Sequence[tuple[str, Linear]] = ()
 
     def __init__(self, shapes: tuple[Shape, ...] = EQUAL, says: tuple[dict[str, Any], ...] = PLAIN) -> None:

@@ -32,7 +32,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     SiglipVisionConfig,
     SmolVLMConfig,
@@ -46,6 +50,8 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 SPECIAL = [
@@ -185,6 +191,40 @@ def save_gemma3(directory: Path) -> Path:
     return _save(directory, Gemma3ForConditionalGeneration(config), processor)
 
 
+def save_grid(directory: Path, kind: str = "qwen2.5-vl") -> Path:
+    """Squares of 8 × 8 pixels, 4 to 36 of them, rotated by row and column."""
+    text = text_config().to_dict()
+    for name in ("model_type", "architectures", "rope_theta", "rope_scaling"):
+        text.pop(name, None)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3}
+    if kind == "qwen2-vl":
+        config: Any = Qwen2VLConfig(
+            vision_config={**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            text_config=text,
+            image_token_id=2,
+            tie_word_embeddings=False,
+        )
+        model: PreTrainedModel = Qwen2VLForConditionalGeneration(config)
+    else:
+        config = Qwen2_5_VLConfig(
+            vision_config={
+                **vision,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            text_config=text,
+            image_token_id=2,
+            tie_word_embeddings=False,
+        )
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    size = {"shortest_edge": 4 * 64, "longest_edge": 36 * 64}
+    return _save(directory, model, Qwen2VLImageProcessorPil(size=size, patch_size=4))
+
+
 def save_canvas(directory: Path, kind: str = "internvl") -> Path:
     """Tiles of 16 × 16 pixels with 4 embeddings each, at most 5 of them and the whole image."""
     text = text_config().to_dict()
@@ -271,6 +311,11 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
         images = GotOcr2ImageProcessorPil.from_pretrained(directory)
         with patch.object(ProcessorMixin, "check_argument_for_proper_class"):  # it has no part for videos
             return model, InternVLProcessor(images, tokenizer, None, image_seq_length=4)
+    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+        tokenizer.image_token, tokenizer.image_token_id, tokenizer.video_token = "<image>", 2, "<video>"
+        with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
+            return model, Qwen2_5_VLProcessor(images, tokenizer, None)
     if model.config.model_type == "llava":
         is_clip = model.config.vision_config.model_type == "clip_vision_model"
         images = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(directory)
@@ -314,6 +359,8 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
 
 
 KINDS = (
+    "qwen2-vl",
+    "qwen2.5-vl",
     "clip",
     "siglip",
     "idefics3",
@@ -334,6 +381,8 @@ def save(directory: Path, kind: str) -> Path:
         return save_lines(directory, kind)
     if kind.startswith("internvl"):
         return save_canvas(directory, kind)
+    if kind.startswith("qwen"):
+        return save_grid(directory, kind)
     return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
 
 

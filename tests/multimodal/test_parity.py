@@ -36,8 +36,12 @@ def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) 
     directory = directories[kind]
     with engine(directory) as llm:
         check(llm, directory, "<s>Look at <image> and say", [picture(0)])
-        check(llm, directory, "<s><image><image>Which is older?", [picture(1, 20, 90), picture(2, 64, 64)])
-        check(llm, directory, "<s>Ends with an image: <image>", [picture(3, 33, 21)])
+        between = " " if kind.startswith("qwen") else ""  # transformers takes runs side by side for one image
+        text = f"<s><image>{between}<image>Which is older?"
+        check(llm, directory, text, [picture(1, 20, 90), picture(2, 64, 64)])
+        # From an image's last token, generate of transformers goes on with another position in each axis.
+        after = "." if kind.startswith("qwen") else ""
+        check(llm, directory, f"<s>Ends with an image: <image>{after}", [picture(3, 33, 21)])
         check(llm, directory, "<s>Only words.", [])
 
 

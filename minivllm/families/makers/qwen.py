@@ -103,6 +103,40 @@ def _internvl(entries: Entries) -> Description:
     return family.describe(entries)
 
 
+def _vl_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of a Qwen-VL. Early ones have its entries beside those of the encoder."""
+    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
+    return {**text_part(entries), **tied}
+
+
+def _vl(architecture: str, model_type: str) -> Family:
+    own = {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    return replace(
+        _QWEN_FAMILIES[0],
+        architecture=architecture,
+        model_type=model_type,
+        gguf_architecture=None,
+        defaults={**_QWEN_FAMILIES[0].defaults, **own},
+        rewrite_config=_vl_text,
+        prefixes=TEXT_PREFIXES,
+        left_out=("visual.", "model.visual."),
+    )
+
+
+_VL_FAMILIES = (
+    _vl("Qwen2VLForConditionalGeneration", "qwen2_vl"),
+    _vl("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+)
 _INTERNVL = replace(
     _QWEN_FAMILIES[0],
     architecture="InternVLForConditionalGeneration",
@@ -433,4 +467,4 @@ _QWEN_NEXT_FAMILIES = (
     _with_images(_QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )
 
-FAMILIES = (*_QWEN_FAMILIES, _INTERNVL, *_QWEN_MOE_FAMILIES, *_QWEN_NEXT_FAMILIES)
+FAMILIES = (*_QWEN_FAMILIES, _INTERNVL, *_VL_FAMILIES, *_QWEN_MOE_FAMILIES, *_QWEN_NEXT_FAMILIES)

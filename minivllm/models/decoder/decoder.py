@@ -64,6 +64,7 @@ class Decoder:
         stage: Stage | None = None,
         embeds_last: bool = False,
         sees: bool = False,
+        in_space: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
@@ -72,7 +73,8 @@ class Decoder:
         experts. choose_method: picks the quantised method of each linear layer, if it gets one.
         cache_dtype: of the KV cache, if it is not attention_dtype.
         stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage
-        has the embedding too, for a head that drafts there. sees: some steps have images.
+        has the embedding too, for a head that drafts there. sees: some steps have images. in_space: images
+        are rotated in space, if the configuration says how.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
         self._communicator = communicator
@@ -111,7 +113,16 @@ class Decoder:
             for rotary in config.rotary
         ]
         rotated = (0 if isinstance(spec.mixer, StateMixerSpec) else spec.mixer.rotary for spec in specs)
-        self.cos_sin = [tables[index or 0] for index in rotated]
+        own_tables = [index or 0 for index in rotated]
+        self.cos_sin = [tables[index] for index in own_tables]
+        self.position_axes = 3 if in_space and any(rotary.axes for rotary in config.rotary) else 1
+        axes = [
+            torch.tensor(rotary.axes * 2, dtype=torch.int64, device=device)
+            if self.position_axes > 1
+            else None
+            for rotary in config.rotary
+        ]
+        self.axes = [axes[index] if axes else None for index in own_tables]
         self.tap: HiddenTap | None = None
         self._declared: tuple[TokenInputs, Sequence[LayerCache]]
         self._step: BoundProgram

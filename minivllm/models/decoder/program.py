@@ -145,5 +145,5 @@ def _vectors_of(layer: DecoderLayer) -> Callable[[], Mapping[str, Tensor]]:
     return lambda: layer.vectors
 
 
-def _table_of(decoder: Decoder, number: int) -> Callable[[], Tensor]:
-    return lambda: decoder.cos_sin[number]
+def _table_of(decoder: Decoder, number: int) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    return lambda: (decoder.cos_sin[number], decoder.axes[number])

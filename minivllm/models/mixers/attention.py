@@ -60,9 +60,10 @@ class RotateAndStore:
     query_scaling: PositionScaling | None
 
     def __call__(self, qkv: Tensor, positions: Tensor, cache: LayerCache, *values: Any) -> Tensor:
-        """values: [mean squares of q and k over the heads of all ranks], rotary table, weights of the norms
-        of q and k; None where there is no such thing."""
-        *mean_squares, cos_sin, q_weight, k_weight = values
+        """positions: int32 [tokens], or [tokens, 3]. values: [mean squares of q and k over the heads of all
+        ranks], rotary table, which position turns each column of it (int64 [dim]), weights of the norms of q
+        and k; None where there is no such thing."""
+        *mean_squares, cos_sin, axes, q_weight, k_weight = values
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
         if self.norm == "whole width":
@@ -76,7 +77,10 @@ class RotateAndStore:
         if self.norm == "per head":
             q, k = rms_norm(q, q_weight, self.norm_eps), rms_norm(k, k_weight, self.norm_eps)
         if cos_sin is not None:
-            table = cos_sin[positions]
+            if axes is None:
+                table = cos_sin[positions]
+            else:
+                table = cos_sin[positions[:, axes], torch.arange(len(axes), device=axes.device)]
             q, k = apply_rotary(q, table), apply_rotary(k, table)
         if self.query_scaling is not None:
             steps = torch.floor(positions / self.query_scaling.interval)
@@ -182,8 +186,8 @@ class SelfAttention:
         )
 
         def weights() -> tuple[Tensor | None, ...]:
-            table = None if spec.rotary is None else context.rotary_table()
-            return table, vectors().get("q_norm"), vectors().get("k_norm")
+            table, axes = (None, None) if spec.rotary is None else context.rotary_table()
+            return table, axes, vectors().get("q_norm"), vectors().get("k_norm")
 
         q = TensorSpec((TOKENS, *self.output_shape), self._attention_dtype, qkv.device)
         items.append(Piece(rotate, reads, {"q": q}, weights))

@@ -163,7 +163,7 @@ class LatentAttention:
         def weights() -> tuple[Any, ...]:
             vectors = context.vectors()
             return (
-                context.rotary_table(),
+                context.rotary_table()[0],
                 None if q_a is None else q_a.arguments,
                 vectors.get("q_a_layernorm"),
                 self.q.arguments,

@@ -38,7 +38,8 @@ class LayerContext(NamedTuple):
     number: int
     """Of the layer's cache, which is the register ``cache.<number>``."""
     vectors: Callable[[], Vectors]
-    rotary_table: Callable[[], Tensor]
+    rotary_table: Callable[[], tuple[Tensor, Tensor | None]]
+    """float32 [positions, dim], and which position turns each column (int64 [dim]), if there are several."""
     stream: TensorSpec
     """The residual stream."""
 

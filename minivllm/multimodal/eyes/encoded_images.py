@@ -101,8 +101,11 @@ class EncodedImages:
         finally:
             self._is_everywhere = False
 
+    def warm_up(self) -> None:
+        """Encode the smallest unit: for what is made the first time."""
+        self.eye.encode(torch.zeros(1, *self._config.least_unit_shape, dtype=torch.uint8))
+
     def encode_zeros(self, num_embeds: int) -> None:
-        """Encode so many embeddings, at least one unit's:
-        for what is made the first time, and for the memory that it takes."""
+        """Encode so many embeddings, at least the largest unit's, for the memory that it takes."""
         units = max(1, num_embeds // self._config.unit_embeds)
         self.eye.encode(torch.zeros(units, *self._config.unit_shape, dtype=torch.uint8))

@@ -19,6 +19,7 @@ from minivllm.multimodal.eyes.idefics3 import idefics3_parts
 from minivllm.multimodal.eyes.internvl import internvl_parts
 from minivllm.multimodal.eyes.llava import llava_parts
 from minivllm.multimodal.eyes.pixtral import pixtral_parts
+from minivllm.multimodal.eyes.qwen import qwen_parts
 from minivllm.multimodal.facts import read_config, read_processor
 
 Parts = dict[str, nn.Module]
@@ -95,6 +96,8 @@ _FAMILIES = {
     "gemma3": gemma3_parts,
     "mistral3": pixtral_parts,
     "internvl": internvl_parts,
+    "qwen2_vl": qwen_parts,
+    "qwen2_5_vl": qwen_parts,
 }
 
 

@@ -240,7 +240,7 @@ class EagleHead(Decoder):
 
     def _program(self) -> Program:
         layer, stream, is_eagle3 = self.layers[0], self.stream_spec, self.eagle.version == "eagle3"
-        context = LayerContext(0, lambda: layer.vectors, lambda: self.cos_sin[0], stream)
+        context = LayerContext(0, lambda: layer.vectors, lambda: (self.cos_sin[0], None), stream)
         head_method = self._head_and_method[1]
         embed = Embed(self._embedding_and_method[1], 1.0, None)
         items: list[Piece | Seam] = [

@@ -56,6 +56,7 @@ class DecoderLoader:
     ) -> Decoder:
         is_first = others.stage is None or others.stage.is_first
         more: dict[str, Any] = {"sees": config.images is not None and is_first}
+        more["in_space"] = config.images is not None
         if config.speculative is not None and config.speculative.eagle_version is not None:
             more["embeds_last"] = True
         if others.group is not None:
