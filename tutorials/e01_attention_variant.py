@@ -128,7 +128,7 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
         return out.to(q.dtype)
 
     positions = torch.arange(length, dtype=torch.int32)
-    tokens, placed = TokenInputs(positions), [cache._replace(slots=positions) for cache in caches]
+    tokens, placed = TokenInputs(positions), [cache.at(positions) for cache in caches]
     ids = torch.tensor(token_ids, dtype=torch.int32)
     hidden = decoder.forward(ids, tokens, placed, attend)
     return decoder.logits(hidden, positions[-1:], tokens)[0].log_softmax(-1)

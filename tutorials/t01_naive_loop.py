@@ -45,7 +45,7 @@ def next_token(token_ids: list[int]) -> int:
         block = torch.zeros(1, dtype=torch.int64)
         return gathered_sdpa_attention(q, *notes[layer][:2], block, 0, scale=decoder.attention_specs[0].scale)
 
-    tokens, placed = TokenInputs(places), [note._replace(slots=places) for note in notes]
+    tokens, placed = TokenInputs(places), [note.at(places) for note in notes]
     hidden = decoder.forward(torch.tensor(token_ids), tokens, placed, attend)
     last = torch.tensor([len(token_ids) - 1])
     return int(decoder.logits(hidden, last, tokens).argmax())

@@ -48,7 +48,7 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
             q, *notes[layer][:2], block, start, scale=decoder.attention_specs[0].scale
         )
 
-    tokens, placed = TokenInputs(places), [note._replace(slots=places) for note in notes]
+    tokens, placed = TokenInputs(places), [note.at(places) for note in notes]
     hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, placed, attend)
     return decoder.logits(hidden, torch.tensor([len(token_ids) - start - 1]), tokens)[0]
 

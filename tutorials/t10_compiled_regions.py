@@ -61,7 +61,7 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
     caches = allocate_caches(decoder, num_blocks=64, block_size=16)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     tokens = TokenInputs(positions)
-    placed = [cache._replace(slots=positions + 16) for cache in caches]  # block 0 is the null block
+    placed = [cache.at(positions + 16) for cache in caches]  # block 0 is the null block
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
@@ -241,7 +241,7 @@ token_ids, positions = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=
 def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
     """A step of five tokens, captured; the logits that a replay overwrites."""
     caches = allocate_caches(decoder, num_blocks=2, block_size=16)
-    tokens, placed = TokenInputs(positions), [cache._replace(slots=positions + 16) for cache in caches]
+    tokens, placed = TokenInputs(positions), [cache.at(positions + 16) for cache in caches]
     with GraphCapture(RecordedGraphs()) as capture:
 
         def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -340,7 +340,7 @@ def logits_of(decoder: Decoder, program: Program) -> tuple[Tensor, int]:
         return gathered_sdpa_attention(q, *caches[layer][:2], torch.tensor([1]), 0, scale=scale)
 
     world = decoder.world(attend)
-    hidden = bound.body(tokens.positions, tokens, [cache._replace(slots=slots) for cache in caches], world)
+    hidden = bound.body(tokens.positions, tokens, [cache.at(slots) for cache in caches], world)
     assert plan.tail is not None
     steps = [*plan.body.steps, *plan.tail.steps]
     (logits,) = bound.tail(hidden, torch.tensor([10, 11], dtype=torch.int32), tokens, world)

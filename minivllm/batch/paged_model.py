@@ -252,7 +252,7 @@ class PagedModel:
     def step_caches(self, inputs: StepInputs) -> list[LayerCache]:
         """Of every layer, and where the tokens of this step go."""
         return [
-            cache._replace(slots=inputs.slots[group]) if isinstance(cache, LayerCache) else NO_CACHE
+            LayerCache(cache.k, cache.v, inputs.slots[group]) if isinstance(cache, LayerCache) else NO_CACHE
             for cache, group in zip(self.caches, self._group_of)
         ]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from minivllm.config import EngineArgs, ImagesConfig
 from minivllm.errors import ModelError
-from minivllm.multimodal.expansion import FAMILIES, Expansion, make_expansion
+from minivllm.multimodal.spans.families import FAMILIES, make_expansion
+from minivllm.multimodal.spans.span import Expansion
 
 MOST_IMAGES = 8
 """In a prompt, if limit_mm_per_prompt does not say."""

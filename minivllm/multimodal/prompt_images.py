@@ -15,9 +15,9 @@ from minivllm.config import ImagesConfig
 from minivllm.errors import RequestError
 from minivllm.messages import ImageItem
 from minivllm.multimodal.decoding import Picture, Pictures
-from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
+from minivllm.multimodal.spans.families import make_expansion
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer

@@ -36,6 +36,10 @@ class LayerCache(NamedTuple):
     v: Tensor
     slots: Tensor = torch.empty(0, dtype=torch.int32)
 
+    def at(self, slots: Tensor) -> LayerCache:
+        """The same memory in a step whose tokens go there."""
+        return LayerCache(self.k, self.v, slots)
+
     @property
     def blocks(self) -> tuple[int, int]:
         """How many there are, and the tokens of each."""

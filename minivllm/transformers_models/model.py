@@ -301,7 +301,7 @@ class TransformersModel:
             ids_, positions_, slots = torch.tensor(
                 [ids, positions, [0] * 3], dtype=torch.int32, device=self.device
             )
-            here = [layer._replace(slots=slots) for layer in cache]
+            here = [layer.at(slots) for layer in cache]
             return [self._run(ids_, Step(TokenInputs(positions_), here, attend))[place], *seen]
 
         for one, other in zip(compute(2, [1, 2, 3], [0, 1, last]), compute(0, [3, 0, 4], [last, 1, 2])):

@@ -135,7 +135,7 @@ def run_chunk(
         )
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
-    inputs, placed = TokenInputs(positions), [cache._replace(slots=slots) for cache in caches]
+    inputs, placed = TokenInputs(positions), [cache.at(slots) for cache in caches]
     hidden = decoder.forward(tokens, inputs, placed, attend)
     return decoder.logits(hidden, torch.arange(len(token_ids), dtype=torch.int32), inputs)
 

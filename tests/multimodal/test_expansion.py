@@ -13,9 +13,9 @@ from PIL import Image
 from minivllm.config import EngineArgs
 from minivllm.engine.resolve import resolve
 from minivllm.errors import RequestError
-from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.prompt_images import PromptImages
+from minivllm.multimodal.spans.families import make_expansion
 from minivllm.tokenizer.tokenizer import load_tokenizer
 from tests.multimodal.models import KINDS, picture, reference
 

@@ -92,6 +92,7 @@ def run(seed: int, num_requests: int, *, sees_itself: bool, depth: int) -> Encod
         placeholder=4,
         unit_embeds=UNIT,
         unit_shape=SHAPE,
+        least_unit_shape=SHAPE,
         most_embeds=3 * UNIT,
         bytes_per_embed=8,
         most_in_prompt=2,

@@ -48,13 +48,24 @@ CASES |= {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in COMPILED)) for case in CASES]
+    ("kind", "case"),
+    [
+        *(
+            pytest.param("smolvlm", case, marks=[pytest.mark.slow] * (case in COMPILED), id=case)
+            for case in CASES
+        ),
+        pytest.param("qwen2.5-vl", "TP 2 and PP 2", id="TP 2 and PP 2, positions in space"),
+        *(
+            pytest.param("qwen2.5-vl", case, marks=pytest.mark.slow, id=f"{case}, positions in space")
+            for case in COMPILED
+        ),
+    ],
 )
-def test_answers_are_those_of_transformers(directories: dict[str, Path], case: str) -> None:
-    directory = directories["smolvlm"]
+def test_answers_are_those_of_transformers(directories: dict[str, Path], kind: str, case: str) -> None:
+    directory = directories[kind]
     prompts = [
         ("<s>Look at <image> and say", [picture(0)]),
-        ("<s>a<image>bc<image>d", [picture(1, 20, 90), picture(2, 64, 64)]),
+        ("<s>a<image>b c<image>d", [picture(1, 20, 90), picture(2, 64, 64)]),
         ("<s>Only words, words, words, words", []),
     ]
     with LLM(str(directory), **{**SETTINGS, **CASES[case]}) as llm:

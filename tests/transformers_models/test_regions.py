@@ -87,7 +87,7 @@ def step(model: TransformersModel, count: int) -> list[Tensor]:
 
     ids = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:count].int()
     tokens = TokenInputs(torch.tensor([5, 0, 1, 2, 40, 7, 8, 9, 3], dtype=torch.int32)[:count])
-    hidden = model.forward(ids, tokens, [cache._replace(slots=slots) for cache in caches], attend)
+    hidden = model.forward(ids, tokens, [cache.at(slots) for cache in caches], attend)
     rows = torch.arange(0, count, 4, dtype=torch.int32)
     return [*computed, model.logits(hidden, rows, tokens), model.hidden_states(hidden, rows, tokens)]
 

@@ -1,0 +1,50 @@
+"""Which spans the images of a family have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minivllm.errors import ModelError
+from minivllm.multimodal.spans.one_size import MarkedRun, OneRun
+from minivllm.multimodal.spans.span import Expansion
+from minivllm.multimodal.spans.tiles import Canvas, Tiles
+from minivllm.multimodal.spans.whole import Grid, Lines
+
+Make = Callable[[Mapping[str, Any], Mapping[str, Any]], Expansion]
+"""From the entries of config.json, and those of the image processor's file."""
+
+
+def _llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Expansion:
+    """LLaVA 1.5, or Pixtral, which is published as one."""
+    is_pixtral = config["vision_config"].get("model_type") == "pixtral"
+    return Lines(config, processor) if is_pixtral else OneRun(config, processor)
+
+
+_FAMILIES: Mapping[str, Make] = {
+    "llava": _llava,
+    "mistral3": Lines,
+    "internvl": Canvas,
+    "qwen2_vl": Grid,
+    "qwen2_5_vl": Grid,
+    "idefics3": Tiles,
+    "smolvlm": Tiles,
+    "gemma3": MarkedRun,
+}
+FAMILIES = tuple(_FAMILIES)
+"""Whose images are served, by model_type."""
+
+
+def make_expansion(
+    family: str, config: Mapping[str, Any], processor: Mapping[str, Any], source: str
+) -> Expansion:
+    """What a model of the family makes of images. config, processor: the entries of config.json and of the
+    processor's file in the directory ``source``. Raises ModelError where they do not say enough."""
+    try:
+        return _FAMILIES[family](config, processor)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"{source}: the sizes of images do not follow from config.json and the image processor's file "
+            f"({error!r}): "
+            'start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
+        ) from None
