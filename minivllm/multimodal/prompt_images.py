@@ -15,6 +15,7 @@ from minivllm.config import ImagesConfig
 from minivllm.errors import RequestError
 from minivllm.messages import ImageItem
 from minivllm.multimodal.decoding import Picture, Pictures
+from minivllm.multimodal.decoding_room import DecodingRoom
 from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class PromptImages:
-    """One for each frontend; any thread may call it.
+    """One for each frontend; any thread may call it. Reading an image waits for a place in the
+    ``DecodingRoom``, as resizing does: neither may run on an event loop.
 
     A picture is found by its digest as long as something refers to it: the requests that it belongs to.
     """
@@ -39,7 +41,8 @@ class PromptImages:
         self._expansion = make_expansion(
             config.family, entries, read_processor(self._path, entries), model_path
         )
-        self._pictures = Pictures()
+        self._room = DecodingRoom()
+        self._pictures = Pictures(self._room)
         self._kept: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -161,7 +164,8 @@ class PromptImages:
         with self._lock:  # the processor is imported and read once
             processor = self._processor
         unscaled = {"do_rescale": False, "do_normalize": False, **picture.options}
-        values = np.asarray(processor(picture.pixels(), return_tensors="np", **unscaled)["pixel_values"])
+        with self._room.taken(picture.width * picture.height):
+            values = np.asarray(processor(picture.pixels(), return_tensors="np", **unscaled)["pixel_values"])
         return np.ascontiguousarray(values.reshape(-1, *values.shape[-3:]).astype(np.uint8))
 
     @cached_property
