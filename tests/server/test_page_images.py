@@ -63,8 +63,13 @@ pytestmark = pytest.mark.skipif(
 def run(script: str, folder: Path) -> Any:
     """What a script after that of the images prints, as JSON."""
     images = (FOLDER / "page_images.js").read_text(encoding="utf-8")
+    return node("\n".join([PAGE, images, script]), folder)
+
+
+def node(script: str, folder: Path) -> Any:
+    """What a script prints, as JSON."""
     path = folder / "page.mjs"
-    path.write_text("\n".join([PAGE, images, script]), encoding="utf-8")
+    path.write_text(script, encoding="utf-8")
     done = subprocess.run(["node", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -160,6 +165,58 @@ def test_pasted_and_dropped_images_go_with_the_next_message(tmp_path: Path) -> N
         True,
         [True, 0, 3, "eye reads text only: it takes no images."],
     ]
+
+
+def test_images_are_sent_with_every_message_that_follows_and_not_kept(tmp_path: Path) -> None:
+    """The whole script of the page, with a server that answers every message, but the third one first not."""
+    acts = """
+    const paste = async (data) => {
+      const clipboardData = { files: [{ name: "a.png", type: "image/png", size: 3, data }], getData: () => "" };
+      listeners["message paste"]({ clipboardData, preventDefault() {} });
+      await until(() => images.next.length);
+    };
+    const send = async (text) => {
+      $("message").value = text;
+      listeners["chat-form submit"]({ preventDefault() {} });
+      await until(() => !answering);
+    };
+    await until(() => models.size);
+    $("model").value = "eye";
+    await paste("AAAA");
+    await send("What?");
+    await send("More?");
+    refuses = true;
+    await paste("BBBB");
+    await send("");
+    const kept = images.next.length;
+    refuses = false;
+    await send("");
+    images.urls.clear(); // as in a later visit
+    openChat(chats.all()[0]);
+    const shown = $("log").children[0].children;
+    await send("And?");
+    const sent = bodies.map((body) => body.messages.filter((one) => one.role === "user").map((one) => one.content));
+    console.log(JSON.stringify({ sent, kept, shown: shown.map((one) => one.children || one), stored: localStorage.text }));
+    process.exit(0);
+    """
+    browser = Path(__file__).with_name("page_without_browser.js").read_text(encoding="utf-8")
+    script = assemble_page().partition("<script>")[2].partition("</script>")[0]
+    told = node("\n".join([browser, script, acts]), tmp_path)
+    first, second = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        for data in ("AAAA", "BBBB")
+    )
+    with_text = [first, {"type": "text", "text": "What?"}]
+    assert told["sent"] == [
+        [with_text],
+        [with_text, "More?"],
+        [with_text, "More?", [second]],
+        [with_text, "More?", [second]],
+        ["What?", "More?", "", "And?"],
+    ]
+    assert told["kept"] == 1, "what the server refused waits to be sent again"
+    assert told["shown"] == [["1 image sent, no longer here"], "What?"]
+    assert "base64" not in told["stored"]
 
 
 def test_a_model_that_reads_text_says_so(scripts: Scripts) -> None:
