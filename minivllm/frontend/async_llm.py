@@ -140,8 +140,10 @@ class AsyncLLM(TextFrontend):
     async def in_image_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """Run ``prepare`` or ``render_chat`` of a prompt with images beside the event loop: it decodes them.
 
-        Waits until one of NUM_IMAGE_THREADS threads is free, and raises what the work raises.
+        Waits until one of NUM_IMAGE_THREADS threads is free. Raises what the work raises, or EngineDeadError.
         """
+        if self.client.dead_error is not None:
+            raise self.client.dead_error
         call = partial(work, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._image_threads, call)
 
@@ -287,8 +289,8 @@ class AsyncLLM(TextFrontend):
 
     async def close(self) -> None:
         """End the engine process; open streams raise EngineDeadError. Closing twice is fine."""
-        self._image_threads.shutdown(wait=False, cancel_futures=True)
         await self.client.close()
+        self._image_threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> AsyncLLM:
         self.start()

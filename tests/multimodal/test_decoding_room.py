@@ -16,6 +16,7 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
+from minivllm.errors import EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.multimodal import decoding
 from minivllm.multimodal.decoding_room import BYTES_PER_PIXEL, DecodingRoom
@@ -293,6 +294,8 @@ def test_the_loop_of_a_stream_goes_on_while_images_wait(directories: dict[str, P
                 assert not reader.done() and outputs == []
             await reader
             assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 2
+        with pytest.raises(EngineDeadError):
+            await anext(llm.generate(prompt("<s><image>", picture(0)), params))
 
     asyncio.run(asyncio.wait_for(main(), 120))
 
