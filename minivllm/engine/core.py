@@ -30,7 +30,7 @@ from minivllm.messages import (
     SchedulerOutput,
     TokenMasks,
 )
-from minivllm.multimodal.encodings import Encodings
+from minivllm.multimodal.encodings import ANSWER_SECONDS, Encodings
 from minivllm.multimodal.items import PixelTensors
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
@@ -104,6 +104,7 @@ class EngineCore:
         """
         outputs: list[EngineOutput] = []
         self.take_transfers()
+        self.end_unanswered()
         if self.structured_output.blocked:
             self._release_blocked_requests()
         self.poll_builds()
@@ -238,12 +239,36 @@ class EngineCore:
         self._is_stalled = False
         error = self.encodings.take_pixels(pixels)
         if error is not None:
-            waiting = [
-                request
-                for request in self.scheduler.requests.values()
-                if any(image.digest == pixels.digest for image in request.images)
-            ]
-            self.scheduler.give_up(waiting, error)
+            self._end_those_without(pixels.digest, error)
+
+    @property
+    def pixel_seconds_left(self) -> float | None:
+        """After which ``end_unanswered`` has something to do; None if no pixels are asked for."""
+        return None if self.encodings is None else self.encodings.seconds_left
+
+    def end_unanswered(self) -> None:
+        """End the requests whose pixels the frontend did not send in time."""
+        if self.encodings is None:
+            return
+        for digest in self.encodings.take_unanswered():
+            self._is_stalled = False
+            self._end_those_without(
+                digest, f"The pixels of an image did not arrive within {ANSWER_SECONDS:g} s: send it again."
+            )
+
+    def _end_those_without(self, digest: bytes, error: str) -> None:
+        """Requests that have computed an image, or find it in the prefix cache, need no pixels of it."""
+        blocks = self.scheduler.kv_cache_manager
+        lacking = [
+            request
+            for request in self.scheduler.requests.values()
+            if any(
+                image.digest == digest
+                and image.end > (request.num_computed_tokens or blocks.num_cached_tokens(request))
+                for image in request.images
+            )
+        ]
+        self.scheduler.give_up(lacking, error)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""

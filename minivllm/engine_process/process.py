@@ -140,10 +140,16 @@ class EngineProcess:
             timeout = IDLE_SECONDS if self._has_worked else None
             if core.is_building:
                 timeout = POLL_SECONDS
+            seconds_left = core.pixel_seconds_left if block else None
+            if seconds_left is not None:
+                timeout = seconds_left if timeout is None else min(timeout, seconds_left)
             try:
                 item = self._inputs.get(block=block, timeout=timeout)
             except Empty:
                 if not block:
+                    return True
+                if core.pixel_seconds_left == 0:
+                    core.end_unanswered()
                     return True
                 if core.is_building:
                     core.poll_builds()

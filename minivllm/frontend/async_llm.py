@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,8 @@ STATS_SECONDS = 0.8
 """How long an engine's figures are waited for. It answers between two steps, and not at all when it hangs."""
 LONG_TEXT = 4096
 """Characters from which on tokenizing moves to a thread, where it does not hold up the event loop."""
+NUM_IMAGE_THREADS = 2
+"""That read the images of prompts: so many are decoded at a time. Texts do not wait for them."""
 
 
 class _Stream:
@@ -70,6 +73,7 @@ class AsyncLLM(TextFrontend):
         self.client = client
         self._streams: dict[str, _Stream] = {}
         self._started = False
+        self._image_threads = ThreadPoolExecutor(NUM_IMAGE_THREADS, thread_name_prefix="prompt-images")
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -128,9 +132,20 @@ class AsyncLLM(TextFrontend):
             lora=lora,
         )
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+            return self._stream(partial(self.in_image_thread, prepare), deadline, expires)
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
-        is_long = is_long or (isinstance(prompt, Mapping) and "multi_modal_data" in prompt)
         return self._stream(partial(asyncio.to_thread, prepare) if is_long else prepare, deadline, expires)
+
+    async def in_image_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Run ``prepare`` or ``render_chat`` of a prompt with images beside the event loop: it decodes them.
+
+        Waits until one of NUM_IMAGE_THREADS threads is free. Raises what the work raises, or EngineDeadError.
+        """
+        if self.client.dead_error is not None:
+            raise self.client.dead_error
+        call = partial(work, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._image_threads, call)
 
     async def abort(self, request_id: str) -> None:
         """End a request early, by the caller's id or the internal one:
@@ -275,6 +290,7 @@ class AsyncLLM(TextFrontend):
     async def close(self) -> None:
         """End the engine process; open streams raise EngineDeadError. Closing twice is fine."""
         await self.client.close()
+        self._image_threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> AsyncLLM:
         self.start()

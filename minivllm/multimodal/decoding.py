@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
+from minivllm.multimodal.decoding_room import DecodingRoom
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,9 +53,10 @@ class Picture:
 
 
 class Pictures:
-    """Makes pictures, and remembers the digests of files that it has seen."""
+    """Makes pictures, and remembers the digests of files that it has seen. room: where they are decoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: DecodingRoom | None = None) -> None:
+        self._room = room or DecodingRoom()
         self._memo: OrderedDict[bytes, tuple[int, int, bytes]] = OrderedDict()
         self._lock = Lock()
 
@@ -71,8 +73,7 @@ class Pictures:
                 f"{', '.join(FORMATS)} file."
             )
         _check_size(source.width, source.height, name)
-        image = _decoded(source, name)
-        return Picture(source, image.width, image.height, _digest(image, options), options)
+        return Picture(source, *self._facts(source, options, name), options)
 
     def _read_file(self, data: bytes, options: Mapping[str, bool], name: str) -> Picture:
         if len(data) > MAX_FILE_BYTES:
@@ -81,13 +82,18 @@ class Pictures:
         with self._lock:
             known = self._memo.get(key)
         if known is None:
-            image = _decoded(_open(data, name), name)
-            known = image.width, image.height, _digest(image, options)
+            known = self._facts(_open(data, name), options, name)
             with self._lock:
                 self._memo[key] = known
                 if len(self._memo) > MEMO_ENTRIES:
                     self._memo.popitem(last=False)
         return Picture(data, *known, options)
+
+    def _facts(self, image: Image, options: Mapping[str, bool], name: str) -> tuple[int, int, bytes]:
+        """Decode an image: its width and height as it is shown, and its digest."""
+        with self._room.taken(image.width * image.height):
+            decoded = _decoded(image, name)
+            return decoded.width, decoded.height, _digest(decoded, options)
 
 
 def _open(data: bytes, name: str = "The image") -> Image:

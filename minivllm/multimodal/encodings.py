@@ -10,14 +10,19 @@ is as good as done, since workers run steps in order.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from minivllm.config import ImagesConfig
 from minivllm.messages import ImageItem, UnitsToEncode
 from minivllm.multimodal.items import PixelTensors, place_of
 from minivllm.request import Request
+
+ANSWER_SECONDS = 30.0
+"""That the frontend may take for the pixels of an image, from the last answer to an earlier question on."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,8 @@ class Encodings:
     def __init__(self, config: ImagesConfig) -> None:
         self.ask: Callable[[list[bytes]], None] = lambda digests: None
         """Asks the frontend for the pixels of these images; ``take_pixels`` gets the answers."""
+        self.clock: Callable[[], float] = time.monotonic
+        """Seconds."""
         self._config = config
         self._capacity = config.encoder_cache_bytes // config.bytes_per_embed
         self._most_bytes = config.pixel_bytes
@@ -48,6 +55,8 @@ class Encodings:
         self._forgotten: list[bytes] = []
         self._pixels: dict[bytes, PixelTensors] = {}
         self._asked: dict[bytes, ImageItem] = {}
+        self._waits_since: dict[bytes, float] = {}
+        """When each question was asked, or an earlier one answered if that was later; the oldest first."""
         self._abandoned: set[bytes] = set()
         self._wanted: dict[bytes, ImageItem] = {}
         self._urgent: set[bytes] = set()
@@ -95,8 +104,10 @@ class Encodings:
             if not is_full or digest in self._urgent:
                 num_bytes += size
                 questions.append(digest)
+        now = self.clock()
         for digest in questions:
             self._asked[digest] = self._wanted.pop(digest)
+            self._waits_since[digest] = now
         self._urgent.clear()
         self.num_questions += len(questions)
         if questions:
@@ -105,6 +116,8 @@ class Encodings:
     def take_pixels(self, pixels: PixelTensors) -> str | None:
         """An answer. Unasked pixels are dropped. Returns why the image cannot be had, if it cannot."""
         item = self._asked.pop(pixels.digest, None)
+        if item is not None:
+            self._let_later_ones_wait(pixels.digest)
         is_wanted = item is not None and pixels.digest not in self._abandoned
         self._abandoned.discard(pixels.digest)
         error = None
@@ -118,6 +131,35 @@ class Encodings:
                 self._pixels[pixels.digest] = pixels
         self._ask_now()
         return error
+
+    def _let_later_ones_wait(self, answered: bytes) -> None:
+        """The frontend answers in the order of the questions: those after this one had to wait for it, and
+        have the whole time again."""
+        is_later, now = False, self.clock()
+        for digest in self._waits_since:
+            is_later = is_later or digest == answered
+            if is_later:
+                self._waits_since[digest] = now
+        del self._waits_since[answered]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until ``take_unanswered`` may return a question; None if there are no open questions."""
+        since = next(iter(self._waits_since.values()), None)
+        return None if since is None else max(0.0, since + ANSWER_SECONDS - self.clock())
+
+    def take_unanswered(self) -> list[bytes]:
+        """Images whose pixels did not come within ANSWER_SECONDS. Their questions are withdrawn: answers that
+        still come are dropped."""
+        latest = self.clock() - ANSWER_SECONDS
+        digests = [digest for digest, _ in takewhile(lambda one: one[1] <= latest, self._waits_since.items())]
+        for digest in digests:
+            del self._asked[digest]
+            del self._waits_since[digest]
+            self._abandoned.discard(digest)
+        if digests:
+            self._ask_now()
+        return digests
 
     @property
     def is_missing(self) -> bool:

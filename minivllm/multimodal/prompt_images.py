@@ -15,6 +15,7 @@ from minivllm.config import ImagesConfig
 from minivllm.errors import RequestError
 from minivllm.messages import ImageItem
 from minivllm.multimodal.decoding import Picture, Pictures
+from minivllm.multimodal.decoding_room import DecodingRoom
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
 from minivllm.multimodal.spans.families import make_expansion
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class PromptImages:
-    """One for each frontend; any thread may call it.
+    """One for each frontend; any thread may call it. Reading an image waits for a place in the
+    ``DecodingRoom``, as resizing does: neither may run on an event loop.
 
     A picture is found by its digest as long as something refers to it: the requests that it belongs to.
     """
@@ -39,7 +41,8 @@ class PromptImages:
         self._expansion = make_expansion(
             config.family, entries, read_processor(self._path, entries), model_path
         )
-        self._pictures = Pictures()
+        self._room = DecodingRoom()
+        self._pictures = Pictures(self._room)
         self._kept: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -164,7 +167,8 @@ class PromptImages:
             processor = self._processor
         unscaled = {"do_rescale": False, "do_normalize": False}
         unscaled |= {**self._expansion.resizing, **picture.options}
-        found = processor(picture.pixels(), return_tensors="np", **unscaled)
+        with self._room.taken(picture.width * picture.height):
+            found = processor(picture.pixels(), return_tensors="np", **unscaled)
         values = np.asarray(found["pixel_values"])
         if values.ndim == 2:
             values = _put_together(values, found["image_grid_thw"][0], processor)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from minivllm.config import EngineArgs
 from minivllm.frontend.async_llm import AsyncLLM
+from minivllm.multimodal.decoding import MAX_FILE_BYTES
 from tests.multimodal.models import expected, picture
 from tests.server.serving import Served, serve_in_thread
 
@@ -57,6 +58,10 @@ def test_an_answer_counts_its_images(server: Served, directories: dict[str, Path
     asked: Any = [message(*map(url_of, images))]
     (model,) = client.models.list().data
     assert model.model_dump()["input_modalities"] == ["text", "image"]
+    limits = model.model_dump()["image_limits"]
+    assert limits["max_images"] == 8 and limits["max_file_bytes"] == MAX_FILE_BYTES
+    assert limits["max_body_bytes"] == 32 * 2**20
+    assert limits["media_types"] == ["image/png", "image/jpeg", "image/webp"]
     answer = client.chat.completions.create(
         model=model.id, messages=asked, temperature=0.0, max_tokens=4, extra_body={"ignore_eos": True}
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,6 +67,32 @@ def test_no_text_can_become_html_or_script() -> None:
     unsafe += ["document.write", "DOMParser", "srcdoc", "eval(", "Function("]
     assert [name for name in unsafe if name in PAGE] == []
     assert len(re.findall("<style>", PAGE)) == len(re.findall("<script>", PAGE)) == 1
+
+
+SCRIPT = re.findall(r"<script>(.*?)</script>", PAGE, re.DOTALL)[0]
+
+
+def test_the_files_of_the_script_declare_every_name_once() -> None:
+    """They are one script: a second declaration of a name would be a syntax error in all of it."""
+    declared: Counter[str] = Counter()
+    for kind, rest in re.findall(
+        r"^(const|let|class|function\*?|async function\*?) (.*)$", SCRIPT, re.MULTILINE
+    ):
+        if kind in ("const", "let"):
+            outside = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|\"[^\"]*\"", "", rest.partition("//")[0])
+            names = re.findall(r"(?:^|,) *(\$|\w+) *(?==(?!=|>))", outside)
+        else:
+            names = re.findall(r"^\w+", rest)
+        declared.update(names)
+    assert {"storage", "MOST_CHARACTERS", "TREE_MS", "lastStep", "Chats", "ask"} <= set(declared)
+    assert [name for name, count in declared.items() if count > 1] == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="There is no node here to parse the script.")
+def test_the_script_parses(tmp_path: Path) -> None:
+    (tmp_path / "page.js").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(["node", "--check", str(tmp_path / "page.js")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_control_has_a_name_and_every_id_the_script_uses_is_there_once(

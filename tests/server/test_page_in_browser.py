@@ -3,6 +3,8 @@ at a desk and with a phone, in the dark and in light, by keys alone."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
 import re
@@ -14,9 +16,13 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from PIL import Image
 
+from minivllm.config import EngineArgs
+from minivllm.frontend.async_llm import AsyncLLM
+from tests.multimodal.models import picture, save
 from tests.server.browser import CHROMIUM, Browser
-from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, serve_in_thread, served
 from tests.server.test_page import HOSTILE as HOSTILE_TEXT
 from tests.server.test_page import cached
 
@@ -239,6 +245,68 @@ def test_a_new_chat_forgets_the_answer_that_was_being_written(page: Browser, run
     assert page.value(TEXTS) == ["new"]
     prompts = [running.core.script.tokenizer.decode(one.prompt_token_ids) for one in running.core.admitted]  # type: ignore[attr-defined]
     assert "on and on" in prompts[0] and "on and on" not in prompts[1]
+
+
+def brought(image: Image.Image, name: str, event: str, element: str) -> str:
+    """A script that pastes an image into an element, or drops it there."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    field = {"paste": "clipboardData", "drop": "dataTransfer"}[event]
+    kind = {"paste": "ClipboardEvent", "drop": "DragEvent"}[event]
+    return f"""{{
+        const bytes = Uint8Array.from(atob("{data}"), (one) => one.charCodeAt(0)), brought = new DataTransfer();
+        brought.items.add(new File([bytes], "{name}", {{ type: "image/png" }}));
+        const options = {{ {field}: brought, bubbles: true, cancelable: true }};
+        document.getElementById("{element}").dispatchEvent(new {kind}("{event}", options));
+    }}"""
+
+
+def test_images_are_pasted_dropped_and_seen(page: Browser, tmp_path: Path) -> None:
+    arguments = EngineArgs(
+        model=str(save(tmp_path / "clip", "clip")),
+        device="cpu",
+        dtype="float32",
+        enforce_eager=True,
+        num_gpu_blocks_override=64,
+        block_size=16,
+        max_num_seqs=4,
+        max_model_len=512,
+    )
+    engine = AsyncLLM.from_args(arguments)
+    shown = "document.querySelectorAll('{} .thumbnail').length"
+    with serve_in_thread(lambda: engine) as server:
+        page.open(f"{server.url}/")
+        page.wait_for("document.getElementById('status').textContent === 'connected'")
+        assert page.value("document.getElementById('attach').hidden") is False
+        page.value("document.getElementById('max-tokens').value = '4'")
+        page.value(brought(picture(0), "a.png", "paste", "message"))
+        page.wait_for(f"{shown.format('#next-images')} === 1")
+        page.value(brought(picture(1), "b.png", "drop", "log"))
+        page.wait_for(f"{shown.format('#next-images')} === 2")
+        page.value(brought(picture(2, 300, 1), "long.png", "drop", "log"))
+        page.wait_for("document.getElementById('image-problem').textContent.includes('200 times as long')")
+        page.value("document.querySelector('#next-images button').click()")
+        page.wait_for(f"{shown.format('#next-images')} === 1")
+        ask(page, "What is it?")
+        page.wait_for("document.querySelector('.assistant')?.dataset.done")
+        assert page.value("document.querySelectorAll('.problem').length") == 0
+        assert page.value(shown.format(".message.user")) == 1
+        assert page.value(shown.format("#next-images")) == 0
+        assert page.value("document.getElementById('image-problem').textContent") == ""
+        page.reload()
+        page.wait_for("document.querySelector('.message.user')")
+        assert "1 image sent, no longer here" in page.value(
+            "document.querySelector('.message.user').textContent"
+        )
+
+
+def test_a_model_that_reads_text_takes_no_images(page: Browser, running: ServedCore) -> None:
+    connected(page, running)
+    assert page.value("document.getElementById('attach').hidden") is True
+    page.value(brought(Image.new("RGB", (9, 9)), "a.png", "paste", "message"))
+    page.wait_for("document.getElementById('image-problem').textContent.includes('reads text only')")
+    assert page.value("document.querySelectorAll('#next-images li').length") == 0
 
 
 def test_an_empty_field_is_the_models_own_default(

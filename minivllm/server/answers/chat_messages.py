@@ -46,13 +46,18 @@ def template_messages(
     return made
 
 
+def have_images(messages: Sequence[chat.Message]) -> bool:
+    """Whether some of them have images."""
+    return any(_has_images(message.content) for message in messages)
+
+
+def _has_images(content: Any) -> bool:
+    return isinstance(content, list) and any(isinstance(part, chat.ImagePart) for part in content)
+
+
 def image_parts(content: Any) -> list[dict[str, Any]] | None:
     """The parts of a content with images, as ``render_chat`` takes them; None for one without."""
-    if (
-        content is None
-        or isinstance(content, str)
-        or not any(isinstance(part, chat.ImagePart) for part in content)
-    ):
+    if not _has_images(content):
         return None
     return [
         {"type": "image_url", "image_url": {"url": part.image_url.url, "detail": part.image_url.detail}}

@@ -11,6 +11,7 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.server.answers.chat_answer import ChatAnswer
 from minivllm.server.answers.chat_messages import (
+    have_images,
     template_messages,
     template_options,
 )
@@ -57,6 +58,9 @@ class ChatRun(CompletionRun):
         )
         self._num_completions = self.params.num_sequences
         self._messages = template_messages(request.messages, service.chat_template, sees=service.sees)
+        self._has_images = service.sees and have_images(request.messages)
+        if self._has_images and request.use_beam_search:
+            raise unsupported("use_beam_search", "takes no images yet: leave them out, or sample.")
         self._template_options = template_options(
             request,
             [] if self._offered is None else self._offered.tools,

@@ -31,6 +31,7 @@ class CompletionRun(ABC):
     prompt_field = "prompt"
     params: SamplingParams
     pooling: PoolingParams | None = None
+    _has_images = False
     _object_name: str
     _num_completions: int
 
@@ -121,7 +122,12 @@ class CompletionRun(ABC):
                     yield number, output, completion
             return
         async with aclosing(
-            self._service.run(self._num_completions, self._blaming_the_prompt, self._is_over)
+            self._service.run(
+                self._num_completions,
+                self._blaming_the_prompt,
+                self._is_over,
+                has_images=self._has_images,
+            )
         ) as outputs:
             async for number, output in outputs:
                 self._last_outputs[number] = output

@@ -1,10 +1,12 @@
 """Model cards, ``/tokenize`` and ``/detokenize``."""
 
+from minivllm.multimodal.decoding import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, MAX_RATIO, MAX_SIDE
 from minivllm.server.answers.chat_messages import template_messages, template_options
 from minivllm.server.bodies.errors import ApiError, invalid
 from minivllm.server.protocol import operation as protocol
 from minivllm.server.service.models import ServedModel
 from minivllm.server.service.service import Service
+from minivllm.server.service.settings import with_images
 
 SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -21,6 +23,22 @@ def model_card(service: Service, model: ServedModel) -> protocol.ModelCard:
         max_model_len=service.max_model_len,
         default_sampling_params={name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
         input_modalities=["text", "image"] if service.sees else ["text"],
+        image_limits=_image_limits(service),
+    )
+
+
+def _image_limits(service: Service) -> protocol.ImageLimits | None:
+    images = service.engine.images
+    if images is None:
+        return None
+    return protocol.ImageLimits(
+        max_images=images.config.most_in_prompt,
+        max_file_bytes=MAX_FILE_BYTES,
+        max_pixels=MAX_PIXELS,
+        max_side=MAX_SIDE,
+        max_ratio=MAX_RATIO,
+        max_body_bytes=with_images(service.settings.max_body_bytes),
+        media_types=[f"image/{name.lower()}" for name in FORMATS],
     )
 
 

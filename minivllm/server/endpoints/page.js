@@ -101,6 +101,7 @@ function showDefaults() {
   $("top-p").placeholder = defaults.top_p;
   const given = Object.entries(defaults).map(([name, value]) => name + " " + value).join(", ");
   $("defaults").textContent = "An empty field leaves the choice to the model: " + given + ".";
+  offerImages();
 }
 $("model").addEventListener("change", showDefaults);
 
@@ -151,20 +152,21 @@ function ending(reason, usage) {
     ? "cut: the context is full, start a new chat" : "cut at the most tokens";
 }
 
-async function answer(text) {
+async function answer(text, attached = []) {
   const sampling = [["temperature", "temperature"], ["top-p", "top_p"], ["max-tokens", "max_completion_tokens"]];
   const body = { model: $("model").value || undefined, stream: true, stream_options: { include_usage: true } };
   for (const [id, name] of sampling) if ($(id).value !== "") body[name] = Number($(id).value);
   const mine = chat, before = mine.messages; // another chat may be shown before the answer ends
-  body.messages = [...before.map(({ role, content }) => ({ role, content })), { role: "user", content: text }];
-  const question = addMessage("user", "You", text), [element, view, thoughts, foot] = addAnswer();
+  const mySaid = { role: "user", content: text, ...(attached.length && { images: attached }) };
+  body.messages = [...before, mySaid].map((one) => ({ role: one.role, content: contentOf(one.content, images.found(one.images)) }));
+  const question = addMessage("user", "You", ...thumbnails(attached), text), [element, view, thoughts, foot] = addAnswer();
   const start = performance.now();
   let content = "", reasoning = "", unseen = "", frame = null, first = null, usage = null, reason = null;
   /** Keeps what was said so far: an answer, or a question that waits in the composer. */
   const keep = () => {
     const said = { role: "assistant", content, ...(reasoning && { reasoning }) };
     mine.draft = content ? "" : text;
-    mine.messages = content ? [...before, { role: "user", content: text }, said] : before;
+    mine.messages = content ? [...before, mySaid, said] : before;
     if (!mine.isDeleted) chats.keep(mine);
     showChats();
   };
@@ -203,7 +205,11 @@ async function answer(text) {
       const problem = make("p", "problem", error.message);
       problem.setAttribute("role", "alert");
       foot.before(problem);
-      if (!content && !$("message").value) $("message").value = text; // so that Enter sends it again
+      if (!content && !$("message").value && !images.next.length) { // so that Enter sends it again
+        $("message").value = text;
+        images.next.push(...attached);
+        showNext();
+      }
       if (error.status === 401) askForKey();
     }
   }
@@ -231,9 +237,12 @@ function setAnswering(controller) {
 $("chat-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("message").value.trim();
-  if (!text || answering) return;
+  if ((!text && !images.next.length) || answering) return;
   $("message").value = "";
-  answer(text);
+  const attached = images.takeNext();
+  tellImageProblem("");
+  showNext();
+  answer(text, attached);
 });
 
 // A key of an input method ends a word, not the message. Safari tells of it by the code only.
@@ -274,9 +283,10 @@ function openChat(wanted) {
   if ($("message").value === chat.draft) $("message").value = "";
   chat = wanted;
   $("message").value ||= chat.draft;
+  tellImageProblem("");
   $("log").replaceChildren();
-  for (const { role, content, reasoning } of chat.messages) {
-    if (role === "user") addMessage("user", "You", content);
+  for (const { role, content, reasoning, images: sent } of chat.messages) {
+    if (role === "user") addMessage("user", "You", ...thumbnails(sent), content);
     else {
       const [, view, thoughts, foot] = addAnswer();
       view.add(content);

@@ -33,6 +33,7 @@ SCRIPTS = (
     "page_chats.js",
     "page_watch.js",
     "page_tree.js",
+    "page_images.js",
     "page.js",
 )
 

@@ -8,7 +8,7 @@ const storage = {
   write: (text) => localStorage.setItem(STORED, text),
 };
 
-/** A conversation. messages: {role, content, reasoning}, complete ones only. draft: a question without an answer yet. */
+/** A conversation. messages: {role, content, reasoning, images: numbers of them, see page_images.js}, complete ones only. draft: a question without an answer yet. */
 function newChat() {
   const number = crypto.getRandomValues(new Uint32Array(2));
   return { id: number[0].toString(36) + number[1].toString(36), messages: [], draft: "" };
@@ -16,7 +16,8 @@ function newChat() {
 
 const isText = (value) => typeof value === "string";
 const isMessage = (one) => Boolean(one) && ["user", "assistant"].includes(one.role) && isText(one.content)
-  && (one.reasoning === undefined || isText(one.reasoning));
+  && (one.reasoning === undefined || isText(one.reasoning))
+  && (one.images === undefined || (Array.isArray(one.images) && one.images.every(isText)));
 const isChat = (one) => Boolean(one) && isText(one.id) && isText(one.draft) && Array.isArray(one.messages)
   && one.messages.every(isMessage);
 

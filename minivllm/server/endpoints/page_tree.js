@@ -1,5 +1,5 @@
 // The prefix cache as a tree. What others have written comes here as text, and becomes text nodes only.
-const TREE_NODES = 60, TREE_MS = 2000, MOST_CHARACTERS = 160;
+const TREE_NODES = 60, TREE_MS = 2000, MOST_NODE_CHARACTERS = 160;
 
 async function lookAtTree() {
   if (document.visibilityState === "visible" && $("status").textContent === "connected") {
@@ -28,7 +28,7 @@ function treeItem(node) {
     const text = document.createElement("span"), line = node.text.replace(/\s+/g, " ");
     text.className = "text";
     text.dir = "auto";
-    text.textContent = line.length > MOST_CHARACTERS ? line.slice(0, MOST_CHARACTERS) + "…" : line;
+    text.textContent = line.length > MOST_NODE_CHARACTERS ? line.slice(0, MOST_NODE_CHARACTERS) + "…" : line;
     item.append(text);
   }
   facts.className = "facts";

@@ -26,11 +26,24 @@ class UnloadAdapterRequest(Body):
     lora_name: AdapterName
 
 
+class ImageLimits(TypedDict):
+    """Of the images of a request. max_images: in all messages together. max_side: of width and height
+    [pixels]. max_ratio: of the longer side to the shorter one. max_body_bytes: of the whole request."""
+
+    max_images: int
+    max_file_bytes: int
+    max_pixels: int
+    max_side: int
+    max_ratio: int
+    max_body_bytes: int
+    media_types: list[str]
+
+
 class ModelCard(TypedDict):
     """created: when the server started, Unix time [seconds]. root: what was loaded under this name.
 
     parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says
-    nothing. input_modalities: "text", and "image" where the model sees.
+    nothing. input_modalities: "text", and "image" where the model sees. image_limits: null where it does not.
     """
 
     id: str
@@ -42,6 +55,7 @@ class ModelCard(TypedDict):
     max_model_len: int
     default_sampling_params: dict[str, float]
     input_modalities: list[str]
+    image_limits: ImageLimits | None
 
 
 class ModelList(TypedDict):

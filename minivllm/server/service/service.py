@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUEUE_POLL_SECONDS = 0.02
+MOST_READING_IMAGES = 64
+"""Requests with images that are decoded, or wait for it; further ones are refused."""
 
 
 class Service:
@@ -52,6 +54,7 @@ class Service:
             self.chat_template, settings.tool_call_parser, settings.reasoning_parser
         )
         self.token_decoder = TokenDecoder(engine.tokenizer.backend) if engine.has_tokenizer else None
+        self._num_reading_images = 0
         # Text work must not stop the event loop, and large bodies must not keep small ones waiting.
         self._small_texts, self._large_texts = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"minivllm-{size}-texts")
@@ -62,6 +65,19 @@ class Service:
     def sees(self) -> bool:
         """Whether the model takes images."""
         return self.engine.images is not None
+
+    async def in_image_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run text work of a request with images, which decodes them.
+        Raises ApiError 429 if too many requests wait for that."""
+        if self._num_reading_images >= MOST_READING_IMAGES:
+            raise self.admission.full(
+                f"{self._num_reading_images} requests with images wait for these to be decoded"
+            )
+        self._num_reading_images += 1
+        try:
+            return await self.engine.in_image_thread(work, *arguments)
+        finally:
+            self._num_reading_images -= 1
 
     def close(self) -> None:
         for texts in (self._small_texts, self._large_texts):
@@ -102,8 +118,11 @@ class Service:
         num_completions: int,
         prepare: Callable[[], Sequence[PreparedRequest]],
         is_over: Callable[[], bool],
+        *,
+        has_images: bool = False,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Admit, prepare (in the text thread), run; (number of the request, its output) as outputs come.
+        """Admit, prepare (in the text thread, or in one for images), run; (number of the request, its output)
+        as outputs come.
 
         num_completions: places the request takes; more than those do not run beside one another. is_over:
         asked after every output of a single request, True if the model need not go on.
@@ -114,7 +133,8 @@ class Service:
         with self.admission.enter(num_completions) as ticket:
             try:
                 async with asyncio.timeout_at(deadline):
-                    prepared = await self.in_text_thread(prepare)
+                    in_thread = self.in_image_thread if has_images else self.in_text_thread
+                    prepared = await in_thread(prepare)
             except TimeoutError:
                 raise timed_out(limit) from None
             ticket.add_prompt_tokens(sum(len(one.prompt_token_ids) * one.params.n for one in prepared))
