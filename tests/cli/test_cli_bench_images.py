@@ -64,7 +64,8 @@ def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
     path = tmp_path_factory.mktemp("report") / "images.json"
     engine = ",".join(["minivllm", *(f"{name}={json.dumps(value)}" for name, value in SETTINGS.items())])
     small = [
-        "--edge=60",
+        "--width=60",
+        "--height=60",
         "--units=4",
         "--streams=2",
         "--tokens=40",
@@ -122,7 +123,7 @@ def test_marks_say_whether_they_hold() -> None:
 def test_pictures_and_texts_never_come_twice(model: Path) -> None:
     args = EngineArgs.from_kwargs(model=str(model), max_model_len=256, num_gpu_blocks_override=40, **SETTINGS)
     with LLMEngine.from_args(args) as engine:
-        seeing = SeeingEngine(engine, 20)
+        seeing = SeeingEngine(engine, (20, 20))
         assert len({seeing.picture().tobytes() for _ in range(4)}) == 4
         texts = [seeing.text() for _ in range(200)]
         assert len(set(map(tuple, texts))) == 200
@@ -142,7 +143,7 @@ def test_a_model_that_reads_text_only_is_refused(model: Path) -> None:
         LLMEngine.from_args(args) as engine,
         pytest.raises(ConfigError, match="nothing to measure with images"),
     ):
-        SeeingEngine(engine, 20)
+        SeeingEngine(engine, (20, 20))
 
 
 @pytest.mark.parametrize(

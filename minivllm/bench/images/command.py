@@ -54,13 +54,14 @@ def images(
     engine: Annotated[
         str, typer.Option(help="Engine arguments, as in minivllm,dtype=float32,block_size=32.")
     ] = "minivllm",
-    edge: Annotated[int, typer.Option(min=1, help="Width and height of the pictures [pixels].")] = 1024,
-    units: Annotated[int, typer.Option(min=1, help="Units of images that a step encodes, where few.")] = 2,
+    width: Annotated[int, typer.Option(min=1, help="Width of the pictures [pixels].")] = 1024,
+    height: Annotated[int, typer.Option(min=1, help="Height of the pictures [pixels].")] = 256,
+    units: Annotated[int, typer.Option(min=1, help="Units of images that a step encodes, where few.")] = 1,
     streams: Annotated[int, typer.Option(min=1, help="Text requests that decode together.")] = 4,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them decodes.")] = 256,
-    arrivals: Annotated[int, typer.Option(min=1, help="Images that arrive meanwhile.")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them decodes.")] = 192,
+    arrivals: Annotated[int, typer.Option(min=1, help="Images that arrive meanwhile.")] = 3,
     pause: Annotated[int, typer.Option(min=0, help="Steps from an answer to the next image.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 2,
 ) -> None:
     """Measure a second question about an image, and text that decodes beside new images.
 
@@ -69,7 +70,7 @@ def images(
 
     Example: minivllm bench images --json images.json
 
-    Another model: minivllm bench images --model path/of/a/smolvlm --engine minivllm,dtype=float32
+    Another model: minivllm bench images --model path/of/a/smolvlm --width 1024 --height 1024
     """
     arguments = _engine_arguments(engine)
     with _model_directory(model) as named:
@@ -79,10 +80,10 @@ def images(
         notes: list[str] = []
         for case, budget in (
             (WHOLE, sizes.most_embeds),
-            (f"{units} units a step", units * sizes.unit_embeds),
+            (f"{units} unit{'s' * (units > 1)} a step", units * sizes.unit_embeds),
         ):
             side = replace(args, max_num_batched_encoder_embeds=budget)
-            with _started(side, edge) as seeing:
+            with _started(side, (width, height)) as seeing:
                 if not measurements:
                     found, marks = second_question(seeing, repeats)
                     measurements += found
@@ -95,7 +96,8 @@ def images(
     configuration = {
         "model": model or "random SmolVLM-256M",
         "engine": engine,
-        "edge": edge,
+        "width": width,
+        "height": height,
         "units": units,
         "streams": streams,
         "tokens": tokens,
@@ -153,11 +155,11 @@ def _with_room(args: EngineArgs, streams: int, tokens: int) -> tuple[ImagesConfi
 
 
 @contextmanager
-def _started(args: EngineArgs, edge: int) -> Iterator[SeeingEngine]:
+def _started(args: EngineArgs, size: tuple[int, int]) -> Iterator[SeeingEngine]:
     from minivllm.frontend.llm_engine import LLMEngine
 
     with LLMEngine.from_args(args) as engine:
-        yield SeeingEngine(engine, edge)
+        yield SeeingEngine(engine, size)
 
 
 def second_question(seeing: SeeingEngine, repeats: int) -> tuple[list[Measurement], list[str]]:
@@ -205,7 +207,8 @@ def image_stream(
     steps: list[float] = []
     for repeat in range(-1, repeats):
         for side in list(gaps)[:: 1 if repeat % 2 else -1]:
-            found = seeing.decode(streams, tokens, 0 if side == ALONE else arrivals, pause)
+            count = 0 if side == ALONE else arrivals if repeat >= 0 else 1
+            found = seeing.decode(streams, tokens, count, pause)
             if repeat < 0:
                 continue
             gaps[side] += [1e3 * gap for gap in found.gaps]

@@ -65,6 +65,7 @@ def write_random_model(directory: Path, sizes: Sizes | None = None) -> None:
         scale_factor=sizes.scale_factor,
         tie_word_embeddings=False,
         architectures=["SmolVLMForConditionalGeneration"],
+        dtype="bfloat16",
     )
     edge = sizes.vision["image_size"]
     processor = Idefics3ImageProcessorPil(

@@ -59,18 +59,18 @@ class Decoded:
 class SeeingEngine:
     """An engine in this process, its pictures and its counters.
 
-    edge: width and height of the pictures [pixels]. Raises ConfigError for an engine that sees no images or
+    size: width and height of the pictures [pixels]. Raises ConfigError for an engine that sees no images or
     lives in another process.
     """
 
-    def __init__(self, engine: LLMEngine, edge: int) -> None:
+    def __init__(self, engine: LLMEngine, size: tuple[int, int]) -> None:
         encodings, images = engine_core(engine).encodings, engine.images
         if encodings is None or images is None:
             raise ConfigError(f"There is nothing to measure with images. {engine.client.config.no_images}")
         self.engine = engine
         self._encodings: Encodings = encodings
         self._images: PromptImages = images
-        self._edge = edge
+        self._size = size
         self._source = random.Random("images")
         self._num_pictures = 0
         self._resized: dict[bytes, PixelTensors] = {}
@@ -85,7 +85,8 @@ class SeeingEngine:
         from PIL import Image
 
         self._num_pictures += 1
-        noise = np.random.default_rng(self._num_pictures).integers(0, 256, (self._edge, self._edge, 3))
+        width, height = self._size
+        noise = np.random.default_rng(self._num_pictures).integers(0, 256, (height, width, 3))
         return Image.fromarray(noise.astype(np.uint8))
 
     def text(self) -> list[int]:
