@@ -7,6 +7,7 @@ import typer
 from minivllm.bench.accuracy.accuracy import accuracy
 from minivllm.bench.disaggregated import disaggregated
 from minivllm.bench.engines import model, throughput
+from minivllm.bench.images.command import images
 from minivllm.bench.parts.attention import attention
 from minivllm.bench.parts.overhead import overhead
 from minivllm.bench.parts.parts import roofline
@@ -24,6 +25,7 @@ for command in (
     accuracy,
     disaggregated,
     programs,
+    images,
     startup,
     overhead,
     roofline,
