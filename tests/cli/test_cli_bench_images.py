@@ -8,7 +8,6 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from minivllm.multimodal.expansion import make_expansion
 
 from minivllm.bench.images.command import mark
 from minivllm.bench.images.random_model import Sizes, write_random_model
@@ -18,6 +17,7 @@ from minivllm.cli.main import main
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.multimodal.spans.families import make_expansion
 from minivllm.tokenizer.tokenizer import load_tokenizer
 
 UNITS = 17

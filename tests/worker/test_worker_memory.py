@@ -262,6 +262,7 @@ def test_memory_goes_with_the_last_weight_in_it() -> None:
     last = copies[-1]
     del copies  # two chunks of three
     assert process - resident_bytes(os.getpid()) >= 55 * 2**20
-    assert bool((last == 1).all())
+    # Of a page each: a temporary tensor of all of them might stay in the process.
+    assert bool((last[::4096] == 1).all())
     del last
     assert process - resident_bytes(os.getpid()) >= 115 * 2**20
