@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
-from minivllm.kv_cache.block_pool import BlockPool
+from minivllm.kv_cache.blocks.block_pool import BlockPool
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager

@@ -2,5 +2,5 @@
 
 Annex: plugs in at COMMANDS.
 May import: bench.accuracy, bench.images, bench.parts, bench.programs, bench.reports, bench.rounds,
-bench.sides, cli.engine, config, server.proxy, tokenizer.
+bench.sides, cli.engine, config, server.proxy.
 """

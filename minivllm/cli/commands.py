@@ -13,9 +13,9 @@ import typer.main
 
 from minivllm import __version__
 from minivllm.cli.chat.command import chat
-from minivllm.cli.engine.env import env
 from minivllm.cli.engine.grouped_command import GroupedCommand
 from minivllm.cli.generate import generate
+from minivllm.cli.machine.env import env
 from minivllm.cli.proxy import proxy
 from minivllm.cli.pull import list_models, pull
 from minivllm.cli.serve import serve

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.blocks.hashing import beginning_name, block_extras
 from minivllm.kv_cache.specs import SLOTS_PER_REQUEST, GroupSpec, max_blocks

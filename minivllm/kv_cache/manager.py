@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.blocks.hashing import extend_block_hashes, state_name

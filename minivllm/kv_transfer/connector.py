@@ -21,7 +21,7 @@ import msgspec
 
 from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError, RequestError
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.blocks.hashing import state_name
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec

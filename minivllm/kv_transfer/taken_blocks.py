@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.coordinator import BlocksPerGroup
 from minivllm.kv_cache.group_manager import StateManager

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
+from minivllm.bench.rounds.texts import NUM_PROMPTS, PROMPTS, TextCase
 from minivllm.bench.sides.drive import Answer, Record, Task
-from minivllm.bench.texts import NUM_PROMPTS, PROMPTS, TextCase
 from minivllm.errors import ConfigError
 
 

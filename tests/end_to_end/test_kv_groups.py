@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from tests.parity_reference import (
     BLOCK_SIZE,
     assert_pool_unused,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.blocks.free_queue import FreeBlockQueue, KVCacheBlock
 
 pytestmark = pytest.mark.smoke

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.batch.sizing import RETENTION, PoolLimits, coarse, enough_blocks, fit_pools, size_pools
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.group_manager import (
     ChunkedAttentionManager,
     FullAttentionManager,

@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 
 from minivllm.config import KVTransferConfig
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, TransferContext

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.taken_blocks import read_after_load, take_for_load

@@ -288,7 +288,7 @@ def test_only_safe_files_are_asked_of_the_hub(tmp_path: Path, monkeypatch: pytes
 
 
 def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from minivllm.cli.engine.env import default_history_path
+    from minivllm.cli.machine.findings import default_history_path
     from minivllm.compilation.compiler import cache_directory, packages_directory
 
     monkeypatch.setenv("HOME", str(tmp_path))

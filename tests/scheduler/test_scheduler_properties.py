@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minivllm.cli.trace.command import Workload, simulated_steps
 from minivllm.config import SchedulerConfig
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import (
     EngineOutput,

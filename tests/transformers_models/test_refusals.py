@@ -167,7 +167,7 @@ def test_layers_that_would_mix_requests_are_refused(broken: str, tmp_path: Path)
 def test_env_says_whose_layers_compute_a_model_or_why_nobody_s_do(
     model_type: str, architecture: str, value: str | None, why: str, tmp_path: Path
 ) -> None:
-    from minivllm.cli.engine.env import implementation
+    from minivllm.cli.machine.model_findings import implementation
 
     model = str(write_config(tmp_path, model_type, architectures=[architecture]))
     if value is None:

@@ -1,5 +1,5 @@
 """Reports of measurements: statistics, tables, files, and the comparison of two.
 
-May import: bench.sides, cli.engine, cli.terminal.
+May import: bench.sides, cli.machine, cli.terminal.
 Door: `Report` in report.py.
 """

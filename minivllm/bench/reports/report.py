@@ -124,7 +124,7 @@ def make_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """A report of now, here."""
-    from minivllm.cli.engine.env import collect
+    from minivllm.cli.machine.findings import collect
 
     found = collect()
     return Report(

@@ -477,7 +477,7 @@ def _converse(
 
 def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
     from minivllm import __version__
-    from minivllm.cli.engine.env import default_history_path
+    from minivllm.cli.machine.findings import default_history_path
 
     notice(
         f"minivllm {__version__} · {session.model} · {session.description} · "

@@ -1,6 +1,5 @@
-"""The engine of a command: its flags, its start, its settings on this machine, its answers.
+"""The engine of a command: its flags, its start, its answers, and other servers' answers.
 
-May import: checkpoints, cli.terminal, compilation, config, device, engine, frontend, hub, processing,
-program, simulation, worker.loading.
+May import: cli.terminal, config, frontend, hub, processing.
 Door: `EngineHost` in engine_start.py.
 """

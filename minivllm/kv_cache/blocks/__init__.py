@@ -1,5 +1,5 @@
-"""What a pool of blocks is made of: blocks, the queue of free ones, and an index of the tokens in them.
+"""A pool of blocks and what it is made of: blocks, the queue of free ones, an index of the tokens in them.
 
 May import: the vocabulary only.
-Door: `Continuations` in continuations.py.
+Door: `BlockPool` in block_pool.py, `Continuations` in continuations.py.
 """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from minivllm.kv_cache.block_pool import BlockPool
+from minivllm.kv_cache.blocks.block_pool import BlockPool
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.connector import TransferContext, with_fingerprint
 from minivllm.kv_transfer.inbox import KVConnectorOutput

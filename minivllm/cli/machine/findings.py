@@ -1,26 +1,18 @@
-"""``minivllm env``: what is installed, what the machine has, what the engine would use, and why."""
+"""Versions, devices, memory, directories, and the defaults that follow from them."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from minivllm import __version__
-from minivllm.cli.engine.engine_start import ProgressHandler
 from minivllm.cli.terminal.terminal_text import format_bytes
-from minivllm.errors import ConfigError
 from minivllm.hub.home import home_directory
 
-UNLIMITED = 100_000
-"""Columns."""
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
 _CPU_FLAGS = (
     "avx2",
@@ -32,102 +24,6 @@ _CPU_FLAGS = (
     "amx_int8",
     "amx_tile",
 )
-
-
-def env(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Also show the implementation of this model, and the contents of its KV cache."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
-    program: Annotated[
-        bool,
-        typer.Option(
-            "--program",
-            help="Show the pieces and seams of the model instead, where they are, and its compiled regions.",
-        ),
-    ] = False,
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", "--tp", min=1, help="Ranks that divide each layer, for --program."
-        ),
-    ] = 1,
-    pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "--pp", min=1, help="Pipeline stages, for --program.")
-    ] = 1,
-    images: Annotated[
-        bool, typer.Option("--images", help="Show the program of a step with images, for --program.")
-    ] = False,
-) -> None:
-    """Show versions, devices, what will be used and why.
-
-    Example: minivllm env --json
-    """
-    if program:
-        if model is None or as_json:
-            raise ConfigError(
-                "--program shows the program of a model as a table: name the model, and leave out --json."
-            )
-        from rich.console import Console
-
-        from minivllm.cli.engine.program_table import program_tables
-
-        # A line of a file or a pipe is as long as its row.
-        console = Console(width=None if sys.stdout.isatty() else UNLIMITED, highlight=False, markup=False)
-        for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size, images=images):
-            console.print(table)
-        return
-    if images or (tensor_parallel_size, pipeline_parallel_size) != (1, 1):
-        raise ConfigError("--tp, --pp and --images say which program is shown: add --program and the model.")
-    with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
-        report = collect()
-        if model is not None:
-            report["defaults"]["implementation"] = implementation(model)
-            report["kv_cache_pools"] = kv_cache_pools(model)
-    print(json.dumps(report, indent=2) if as_json else _readable(report))
-
-
-def implementation(model: str) -> dict[str, str]:
-    """The implementation that computes a model, and the reason. Raises ModelError if there is none."""
-    from minivllm.checkpoints.choose import choose_implementation, read_model_facts
-    from minivllm.hub.fetch import resolve_model
-
-    path = resolve_model(model, weights=False)
-    value, why = choose_implementation(path)
-    read_model_facts(path, wanted=value)
-    return {"value": value, "why": why}
-
-
-def kv_cache_pools(model: str) -> dict[str, Any]:
-    """The KV cache of a model in an engine with default settings: one pool for each kind of layers.
-
-    Raises ModelError if the model cannot be served, ConfigError if the cache is too small for it.
-    """
-    from minivllm.config import EngineArgs
-    from minivllm.engine.resolve import resolve
-    from minivllm.hub.fetch import resolve_model
-    from minivllm.worker.loading.cache_size import planned_pools
-
-    config, facts = resolve(EngineArgs(model=str(resolve_model(model, weights=False))))
-    groups, why = planned_pools(config, facts)
-    if config.device == "cuda":
-        why += ", of which weights and activations will leave less"
-    return {
-        "max_model_len": config.scheduler.max_model_len,
-        "why": why,
-        "pools": [
-            {
-                "kind": group.name,
-                "layers": len(group.layers),
-                "block_size": group.block_size,
-                "blocks": group.num_blocks - 1,
-                "tokens": None if group.kind == "state" else (group.num_blocks - 1) * group.block_size,
-                "bytes": group.num_blocks * group.block_bytes,
-            }
-            for group in groups
-        ],
-    }
 
 
 def collect() -> dict[str, Any]:
@@ -293,51 +189,6 @@ def _directories() -> dict[str, str]:
         "hugging_face": os.path.expanduser(hugging_face),
         "chat_history": str(default_history_path()),
     }
-
-
-def _readable(report: dict[str, Any]) -> str:
-    memory, cpu = report["memory"], report["cpu"]
-    lines = [f"{name:<14} {value or 'not installed'}" for name, value in report["versions"].items()]
-    lines += [
-        f"{'platform':<14} {report['platform']}",
-        f"{'cpu':<14} {cpu['model']}, {cpu['usable_cores']} usable cores; "
-        f"{' '.join(cpu['flags']) or 'no known flags'}",
-        f"{'memory':<14} {_size(memory['total'])}, {_size(memory['available'])} available",
-    ]
-    for index, device in enumerate(report["cuda_devices"]):
-        lines.append(
-            f"{f'cuda:{index}':<14} {device['name']}, compute capability {device['compute_capability']}, "
-            f"{format_bytes(device['memory'])}"
-        )
-    if not report["cuda_devices"]:
-        lines.append(f"{'cuda':<14} no device")
-    lines.append(f"{'C++ compiler':<14} {report['cpp_compiler'] or 'not found'}")
-    lines += ["", "What an engine uses unless told otherwise:"]
-    lines += [
-        f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()
-    ]
-    if "kv_cache_pools" in report:
-        lines += _readable_pools(report["kv_cache_pools"])
-    lines += ["", "Directories:"]
-    lines += [f"{name:<14} {path}" for name, path in report["directories"].items()]
-    return "\n".join(lines)
-
-
-def _readable_pools(planned: dict[str, Any]) -> list[str]:
-    lines = [
-        "",
-        f"Its KV cache, for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):",
-    ]
-    for pool in planned["pools"]:
-        held = f"{pool['blocks']:,} states"
-        if pool["tokens"] is not None:
-            held = f"{pool['blocks']:,} blocks of {pool['block_size']} tokens, {pool['tokens']:,} tokens"
-        lines.append(f"{pool['kind']:<22} {pool['layers']} layers, {held} in {format_bytes(pool['bytes'])}")
-    return lines
-
-
-def _size(count: int | None) -> str:
-    return "unknown" if count is None else format_bytes(count)
 
 
 def default_history_path() -> Path:
