@@ -74,6 +74,12 @@ def text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{name: entries[name] for name in outer if name in entries}, **text}
 
 
+def tied_text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, where whether its head is tied also stands outside, and counts."""
+    tied = {name: entries[name] for name in ("tie_word_embeddings",) if name in entries}
+    return {**text_part(entries), **tied}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One row of the table.

@@ -54,6 +54,8 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from minivllm.config import EngineArgs
+
 SPECIAL = [
     "<s>",
     "</s>",
@@ -384,6 +386,20 @@ def save(directory: Path, kind: str) -> Path:
     if kind.startswith("qwen"):
         return save_grid(directory, kind)
     return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
+
+
+def engine_args(directory: Path, **changes: Any) -> EngineArgs:
+    """Of a small uncompiled engine in float32, as servers get it."""
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "num_gpu_blocks_override": 64,
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+    }
+    return EngineArgs(model=str(directory), **settings | changes)
 
 
 def prompt(text: str, *images: Any, **more: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from minivllm.multimodal.decoding_room import BYTES_PER_PIXEL, DecodingRoom
 from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.server.service import service
 from tests.multimodal.conftest import engine
-from tests.multimodal.models import picture, prompt
+from tests.multimodal.models import engine_args, picture, prompt
 from tests.multimodal.test_server import GREEDY, message, url_of
 from tests.server.serving import Served, serve_in_thread
 
@@ -161,17 +161,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def frontend(directories: dict[str, Path]) -> AsyncLLM:
     """Ended with the server."""
-    args = EngineArgs(
-        model=str(directories["clip"]),
-        device="cpu",
-        dtype="float32",
-        enforce_eager=True,
-        num_gpu_blocks_override=64,
-        block_size=16,
-        max_num_seqs=4,
-        max_model_len=256,
-    )
-    return AsyncLLM.from_args(args)
+    return AsyncLLM.from_args(engine_args(directories["clip"], max_model_len=256))
 
 
 @pytest.fixture(scope="module")

@@ -14,26 +14,15 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from minivllm.config import EngineArgs
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.multimodal.decoding import MAX_FILE_BYTES
-from tests.multimodal.models import expected, picture
+from tests.multimodal.models import engine_args, expected, picture
 from tests.server.serving import Served, serve_in_thread
 
 
 @pytest.fixture(scope="module")
 def server(directories: dict[str, Path]) -> Iterator[Served]:
-    args = EngineArgs(
-        model=str(directories["smolvlm"]),
-        device="cpu",
-        dtype="float32",
-        enforce_eager=True,
-        num_gpu_blocks_override=64,
-        block_size=16,
-        max_num_seqs=4,
-        max_model_len=512,
-    )
-    engine = AsyncLLM.from_args(args)
+    engine = AsyncLLM.from_args(engine_args(directories["smolvlm"]))
     with serve_in_thread(lambda: engine) as running:
         yield running
 

@@ -18,9 +18,8 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from minivllm.config import EngineArgs
 from minivllm.frontend.async_llm import AsyncLLM
-from tests.multimodal.models import picture, save
+from tests.multimodal.models import engine_args, picture, save
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, serve_in_thread, served
 from tests.server.test_page import HOSTILE as HOSTILE_TEXT
@@ -263,17 +262,7 @@ def brought(image: Image.Image, name: str, event: str, element: str) -> str:
 
 
 def test_images_are_pasted_dropped_and_seen(page: Browser, tmp_path: Path) -> None:
-    arguments = EngineArgs(
-        model=str(save(tmp_path / "clip", "clip")),
-        device="cpu",
-        dtype="float32",
-        enforce_eager=True,
-        num_gpu_blocks_override=64,
-        block_size=16,
-        max_num_seqs=4,
-        max_model_len=512,
-    )
-    engine = AsyncLLM.from_args(arguments)
+    engine = AsyncLLM.from_args(engine_args(save(tmp_path / "clip", "clip")))
     shown = "document.querySelectorAll('{} .thumbnail').length"
     with serve_in_thread(lambda: engine) as server:
         page.open(f"{server.url}/")

@@ -21,6 +21,7 @@ from minivllm.families.family import (
     Family,
     defaults,
     text_part,
+    tied_text_part,
 )
 from minivllm.specs.layers import LayerSpec, MoeSpec, PositionScaling
 
@@ -184,9 +185,8 @@ _MISTRAL = Family(
 
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that sees images: a Llama, or the Mistral of a Pixtral.
-    The tie of its head stands outside."""
-    text = text_part(entries)
+    """The language model of a checkpoint that sees images: a Llama, or the Mistral of a Pixtral."""
+    text = tied_text_part(entries)
     kind = text.get("model_type", "llama")
     if kind == "llama":
         text = {**text, "sliding_window": None}
@@ -197,8 +197,7 @@ def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
             f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
             f"model of {entries.get('model_type')}."
         )
-    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
-    return {**text, **tied}
+    return text
 
 
 def _seeing(

@@ -28,7 +28,7 @@ from minivllm.families.experts import (
     shared_mlp,
     with_experts,
 )
-from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
+from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part, tied_text_part
 from minivllm.families.gguf_entries import head_dim, layer_kinds
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import GatedDeltaSpec, LayerSpec, MoeSpec, SelfAttentionSpec
@@ -86,27 +86,20 @@ _QWEN_FAMILIES = (
 
 def _internvl_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model of an InternVL 3, which is a Qwen2, or of an InternVL 3.5, which is a Qwen3."""
-    text = text_part(entries)
+    text = tied_text_part(entries)
     kind = text.get("model_type", "qwen2")
     if kind not in ("qwen2", "qwen3"):
         raise ModelError(
             f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
             "model of internvl."
         )
-    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
-    return {"head_dim": None if kind == "qwen2" else 128, **text, **tied, "model_type": kind}
+    return {"head_dim": None if kind == "qwen2" else 128, **text, "model_type": kind}
 
 
 def _internvl(entries: Entries) -> Description:
     """As the language model's family says."""
     family = _QWEN_FAMILIES[entries.get("model_type") == "qwen3"]
     return family.describe(entries)
-
-
-def _vl_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a Qwen-VL. Early ones have its entries beside those of the encoder."""
-    tied = {"tie_word_embeddings": entries["tie_word_embeddings"]} if "tie_word_embeddings" in entries else {}
-    return {**text_part(entries), **tied}
 
 
 def _vl(architecture: str, model_type: str) -> Family:
@@ -127,7 +120,7 @@ def _vl(architecture: str, model_type: str) -> Family:
         model_type=model_type,
         gguf_architecture=None,
         defaults={**_QWEN_FAMILIES[0].defaults, **own},
-        rewrite_config=_vl_text,
+        rewrite_config=tied_text_part,
         prefixes=TEXT_PREFIXES,
         left_out=("visual.", "model.visual."),
     )

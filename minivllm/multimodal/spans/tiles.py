@@ -113,7 +113,7 @@ class Canvas:
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         size = processor["size"]
         self._edges: tuple[int, int] = int(size["height"]), int(size["width"])
-        self._crops = True  # whatever the processor's file says, as transformers does
+        # Whatever the processor's file says, as transformers does.
         self.resizing: Mapping[str, Any] = {"crop_to_patches": True}
         least, most = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
         grids = [
@@ -131,7 +131,7 @@ class Canvas:
 
     def num_tiles(self, width: int, height: int, options: Options) -> int:
         """With the whole image among them, if there are several."""
-        if not options.get("crop_to_patches", self._crops) or not self._grids:
+        if not options.get("crop_to_patches", True) or not self._grids:
             return 1
         best, best_difference = (1, 1), math.inf
         for rows, columns in self._grids:

@@ -65,7 +65,8 @@ class Lines:
     around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        self._patch = int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
+        merged = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+        self._patch = int(config["vision_config"]["patch_size"]) * int(merged)
         size = processor["size"]
         self._most_height = int(size.get("longest_edge") or size["height"])
         self._most_width = int(size.get("longest_edge") or size["width"])
