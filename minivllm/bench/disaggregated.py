@@ -21,7 +21,7 @@ from minivllm.bench.reports.report import (
     make_report,
     publish,
 )
-from minivllm.bench.rounds.workloads import make_workload
+from minivllm.bench.requests.workloads import make_workload
 from minivllm.bench.serve import LoadGenerator, ServedRecord, Target
 from minivllm.bench.sides.drive import Task
 from minivllm.cli.engine.engine_start import fetch_model

@@ -15,10 +15,10 @@ import typer
 
 from minivllm.bench.reports.figures import knee, median
 from minivllm.bench.reports.report import Comparison, Measurement, OutputOptions, make_report, publish
+from minivllm.bench.requests.texts import PROMPTS, text_cases
+from minivllm.bench.requests.workloads import FORMS, Case, WorkloadCase, parse_case
 from minivllm.bench.rounds.rounds import SideOptions, common_room
 from minivllm.bench.rounds.side_processes import SideSpec
-from minivllm.bench.rounds.texts import PROMPTS, text_cases
-from minivllm.bench.rounds.workloads import FORMS, Case, WorkloadCase, parse_case
 from minivllm.cli.engine.options import ModelArgument, with_options
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError

@@ -40,7 +40,7 @@ from minivllm.bench.reports.report import (
     publish,
     read_report,
 )
-from minivllm.bench.rounds.workloads import ARRIVAL_FORMS, arrive, make_workload
+from minivllm.bench.requests.workloads import ARRIVAL_FORMS, arrive, make_workload
 from minivllm.bench.sides.drive import Record, Task
 from minivllm.cli.engine.openai_server import (
     error_message,

@@ -20,6 +20,7 @@ from minivllm.bench.parts.kernels import COMPILED_TELLS, NAME_CHARS, readable
 from minivllm.bench.parts.parts import timed_spans
 from minivllm.bench.reports.figures import memory_figures
 from minivllm.bench.reports.report import read_report
+from minivllm.bench.requests.workloads import SpeedCase, WorkloadCase, parse_case
 from minivllm.bench.rounds import side_processes
 from minivllm.bench.rounds.rounds import common_room
 from minivllm.bench.rounds.side_processes import (
@@ -31,7 +32,6 @@ from minivllm.bench.rounds.side_processes import (
     parse_sides,
     steady_pool,
 )
-from minivllm.bench.rounds.workloads import SpeedCase, WorkloadCase, parse_case
 from minivllm.bench.sides.drive import Room, Task
 from minivllm.errors import ConfigError, ModelError
 from minivllm.profiling.spans import span

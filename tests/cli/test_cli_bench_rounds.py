@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from minivllm.bench.reports.figures import decode_speed
 from minivllm.bench.reports.report import make_report, recorded_command, rows
+from minivllm.bench.requests.workloads import parse_case
 from minivllm.bench.rounds import rounds
 from minivllm.bench.rounds.side_processes import SideSpec
-from minivllm.bench.rounds.workloads import parse_case
 from minivllm.bench.sides.drive import Answer, Record, Task
 
 

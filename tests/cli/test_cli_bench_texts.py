@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
-from minivllm.bench.rounds.texts import NUM_PROMPTS, PROMPTS, TextCase
+from minivllm.bench.requests.texts import NUM_PROMPTS, PROMPTS, TextCase
 from minivllm.bench.sides.drive import Answer, Record, Task
 from minivllm.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.bench.rounds.workloads import WorkloadCase, arrive, make_workload
+from minivllm.bench.requests.workloads import WorkloadCase, arrive, make_workload
 from minivllm.bench.sides.drive import Progress, Task, drive
 from minivllm.errors import ConfigError, RequestError
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report
-from minivllm.bench.rounds.workloads import arrive, make_workload
+from minivllm.bench.requests.workloads import arrive, make_workload
 from minivllm.bench.sides.drive import Answer, Task
 from minivllm.bench.simulation.check import COMPARED, measure_step_time, verdicts
 from minivllm.bench.simulation.cluster import LOST, NOBODY, Cluster, Failure, Outcome, run_cluster

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.rounds.texts import PROMPTS
+from minivllm.bench.requests.texts import PROMPTS
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
 from minivllm.tokenizer.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.bench.rounds.workloads import arrive, make_workload
+from minivllm.bench.requests.workloads import arrive, make_workload
 from minivllm.bench.sides.drive import Task
 from minivllm.bench.simulation.cluster import Cluster, Outcome, run_cluster
 from minivllm.bench.simulation.step_time import StepTime

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from minivllm.bench.command import bench
 from minivllm.bench.reports.figures import percentile
 from minivllm.bench.reports.report import Measurement, Report, make_report, read_report
-from minivllm.bench.rounds.workloads import arrive, make_workload
+from minivllm.bench.requests.workloads import arrive, make_workload
 from minivllm.bench.serve import LoadGenerator, ServedRecord, Target, keeps, parse_slo, token_times
 from minivllm.bench.sides.drive import Task
 from minivllm.cli.engine.openai_server import server_root

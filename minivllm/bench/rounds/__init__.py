@@ -1,5 +1,5 @@
-"""Engines that are measured in turn, each in a process of its own, and the requests they get.
+"""Engines that are measured in turn, each in a process of its own.
 
-May import: bench.reports, bench.sides, cli.terminal, config, engine, gguf, hub, tokenizer.
+May import: bench.reports, bench.requests, bench.sides, config, engine, gguf, hub.
 Door: `measure_in_turn` in rounds.py.
 """

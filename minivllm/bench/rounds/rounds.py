@@ -15,6 +15,7 @@ import typer
 
 from minivllm.bench.reports.figures import Figure, median, resource_figures
 from minivllm.bench.reports.report import TOLERANCE, Comparison, Measurement, compared
+from minivllm.bench.requests.workloads import Case
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
@@ -24,7 +25,6 @@ from minivllm.bench.rounds.side_processes import (
     parse_peer_pythons,
     parse_sides,
 )
-from minivllm.bench.rounds.workloads import Case
 from minivllm.bench.sides.drive import Answer, Room, Task
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from minivllm.bench.reports.figures import Figure, decode_speed, median
+from minivllm.bench.requests.workloads import make_workload
 from minivllm.bench.rounds.side_processes import SideSpec, parse_sides
-from minivllm.bench.rounds.workloads import make_workload
 from minivllm.bench.sides.drive import Answer, Task
 from minivllm.bench.simulation.cluster import Cluster
 from minivllm.bench.simulation.step_time import StepTime, fit_points

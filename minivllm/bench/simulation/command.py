@@ -23,8 +23,8 @@ from minivllm.bench.reports.report import (
     publish,
     read_report,
 )
+from minivllm.bench.requests.workloads import ARRIVAL_FORMS, FORMS, arrive, make_workload
 from minivllm.bench.rounds.side_processes import Side
-from minivllm.bench.rounds.workloads import ARRIVAL_FORMS, FORMS, arrive, make_workload
 from minivllm.bench.sides.drive import Answer, Task
 from minivllm.bench.simulation.check import measure_step_time, real_engines, verdicts
 from minivllm.bench.simulation.cluster import Cluster, Failure, Outcome, run_cluster
