@@ -88,7 +88,7 @@ class AttentionContext:
     (``kernels_triton_free.strips``). max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size:
     see ``in_step_order``.
     compile_region: turns a function of tensors into what is called in its place. compiles: whether that is
-    compiled code. min_rows: the fewest rows that it takes. policy: the choices for this device.
+    compiled code. policy: the choices for this device.
     """
 
     specs: tuple[AttentionSpec, ...]
@@ -105,7 +105,6 @@ class AttentionContext:
     verify_size: int
     compile_region: CompileRegion
     compiles: bool
-    min_rows: int
     policy: DevicePolicy
     device: torch.device
     in_strips: bool = False

@@ -180,7 +180,7 @@ class RowPairs:
         slots, positions = rows.slots, rows.starts
         if rows.num_single < len(slots):
             slots, positions = np.repeat(slots, rows.counts), rows.positions
-        num_rows = max(len(slots), least, context.min_rows)
+        num_rows = max(len(slots), least)
 
         def of_rows(values: np.ndarray | None, padding: int) -> Tensor:
             padded = np.full(num_rows, padding, dtype=np.int32)

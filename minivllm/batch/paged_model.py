@@ -195,7 +195,6 @@ class PagedModel:
                 verify_size=limits.verify_size,
                 compile_region=compiler,
                 compiles=compiler.enabled,
-                min_rows=compiler.rows.fewest,
                 policy=self._policy,
                 device=model.device,
                 in_strips=cache.in_strips,

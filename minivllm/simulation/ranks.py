@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.shared_links import SharedLinks
 from minivllm.distributed.stage import Stage
@@ -166,6 +167,21 @@ class VirtualShards:
         for worker in self.workers:
             worker.stop_transfers()
         self._shared.close()
+
+
+def lockstep_workers(args: EngineArgs) -> list[Worker]:
+    """The workers of engines that share experts, of one worker each, loaded and warmed up as threads."""
+    config, facts = resolve(args)
+
+    def started(communicator: ThreadCommunicator) -> Worker:
+        others = OtherWorkers(group=ExpertGroup(communicator, num_workers=1))
+        worker = Worker(config, facts, others=others)
+        worker.load_model()
+        groups = worker.size_cache()
+        worker.initialize(groups, [group.block_bytes for group in groups])
+        return worker
+
+    return together(started, communicators(args.data_parallel_size))
 
 
 def virtual_llm(**arguments: Any) -> LLM:

@@ -79,7 +79,6 @@ def new_context(
         "verify_size": 0,
         "compile_region": uncompiled,
         "compiles": True,
-        "min_rows": 2,
         "policy": CPU_POLICY,
         "device": CPU,
     }

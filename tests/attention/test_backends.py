@@ -228,7 +228,6 @@ def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Pat
         SHAPE,
         VARIANTS[:1],
         compile_region=compiler,
-        min_rows=compiler.min_rows,
         in_strips=True,
     )
     compiled, reference, compared = RowPairs(context, AttentionRule()), SdpaAttention(context), 0

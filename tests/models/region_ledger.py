@@ -29,7 +29,7 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.packaged.region_packages import export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.policy import DevicePolicy
-from minivllm.simulation.ranks import virtual_llm
+from minivllm.simulation.ranks import lockstep_workers, virtual_llm
 from minivllm.worker.worker import Worker
 from tests.model_families import save_tiny_model
 from tests.spec_decode.eagle_heads import random_head
@@ -64,6 +64,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by transformers": {"model_impl": "transformers"},
 }
 """Of the first family. head: version of an EAGLE head."""
+SHARED_EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+"""Of the family with experts: engines in lockstep."""
 
 
 class Recorder(RegionCompiler):
@@ -120,17 +122,20 @@ def described(region: Region) -> str:
 
 @contextmanager
 def recorded(arguments: dict[str, Any]) -> Iterator[list[Recorder]]:
-    """The recorders of all workers of an engine, in order of rank."""
-    recorders: list[Recorder] = []
+    """The recorders of all workers of an engine, or of engines in lockstep, in order of rank."""
+    recorders: dict[Worker, Recorder] = {}
 
     def make(worker: Worker) -> Recorder:
-        recorders.append(Recorder())
-        return recorders[-1]
+        return recorders.setdefault(worker, Recorder())
 
     policy = mock.patch.object(DevicePolicy, "of", lambda device: DevicePolicy(type="cpu"))
-    with mock.patch.object(Worker, "_make_compiler", make), policy, virtual_llm(**arguments) as llm:
-        assert isinstance(llm, LLM)
-        yield recorders
+    with mock.patch.object(Worker, "_make_compiler", make), policy:
+        if arguments.get("enable_expert_parallel"):
+            yield [recorders[worker] for worker in lockstep_workers(EngineArgs(**arguments))]
+            return
+        with virtual_llm(**arguments) as llm:
+            assert isinstance(llm, LLM)
+            yield list(recorders.values())
 
 
 def settings_of(model: Path, **settings: Any) -> dict[str, Any]:
@@ -175,7 +180,8 @@ def comparable(ranks: list[dict[str, int]], version: str) -> list[dict[str, int]
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """(family, what is special, engine arguments)."""
     found = [(family, name, settings) for family in FAMILIES for name, settings in LAYOUTS.items()]
-    return found + [(FAMILIES[0], name, settings) for name, settings in VARIANTS.items()]
+    found += [(FAMILIES[0], name, settings) for name, settings in VARIANTS.items()]
+    return [*found, ("qwen3-moe", "EP 2", SHARED_EXPERTS)]
 
 
 def main() -> None:

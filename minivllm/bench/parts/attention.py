@@ -108,7 +108,7 @@ def attention(
             specs=(spec,), kv_heads=kv_heads, query_group=query_group, head_dim=head_dim, dtype=cache_dtype,
             query_dtype=cache_dtype, cache_dtype=cache_dtype, tables=tables, num_blocks=num_blocks,
             max_num_seqs=users, max_num_batched_tokens=users, verify_size=0, compile_region=compiler,
-            compiles=True, min_rows=1, policy=DevicePolicy.of(CPU), device=CPU, in_strips=True,
+            compiles=True, policy=DevicePolicy.of(CPU), device=CPU, in_strips=True,
         )  # fmt: skip
         sides = {
             "block by block": RowPairs(made, CAUSAL),
