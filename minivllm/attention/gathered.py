@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.attention import TileLists, attend_to_copies
+from kernels_triton_free.attention import attend_to_copies
 from minivllm.attention.backend import StepRows
-from minivllm.attention.lists.key_groups import MIN_GROUPS, groups_of_step
-from minivllm.attention.tiles import Edges, QueryTiles, Tiles
+from minivllm.attention.lists.bounds import HostBounds
+from minivllm.attention.lists.key_groups import MIN_GROUPS, KeyGroups, bundles_of, groups_of_step
+from minivllm.attention.lists.tile_lists import CutTiles
+from minivllm.attention.tiles import QueryTiles, Seen, Tiles, TilesRead, edges_of
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.device.buffers import to_device
-from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import LayerCache
 
 
@@ -58,27 +60,57 @@ class GatheredTiles(QueryTiles):
     def _options(self) -> dict[str, Any]:
         return {"dtype": self._compute_dtype}
 
-    def _list_blocks(
-        self, rows: StepRows, row: np.ndarray, edges: Edges, count: int
-    ) -> tuple[dict[Reach, TileLists], Tensor | None, Tensor | None, np.ndarray | int]:
-        tables, device, size = self._context.tables, self._context.device, self._blocks_together
-        groups = groups_of_step(
+    @property
+    def _mixes_rows(self) -> bool:
+        """In tiles of rows that share groups. What a query sees beside these is one interval of slots."""
+        return not self._rule.needs_positions and not any(reach.is_limited for reach in self._context.reaches)
+
+    def _bundles(self, groups: KeyGroups | None, counts: np.ndarray) -> np.ndarray | None:
+        return bundles_of(groups, counts, self.size) if groups is not None and self._mixes_rows else None
+
+    def _copied(self, rows: StepRows) -> KeyGroups:
+        tables = self._context.tables
+        return groups_of_step(
             tables.block_table.host[rows.slots],
             rows.starts,
             rows.starts + rows.counts,
             [self._read_reach(reach) for reach in self._context.reaches],
-            size,
+            self._blocks_together,
             tables.block_size,
             by_position=self._rule.needs_positions,
         )
-        shift = groups.shift[row][:, None]
-        lists = self._lists(groups.group_of, row, edges, count, len(groups.blocks), size * tables.block_size)
-        step_blocks = to_device(groups.blocks, device)
-        if not self._rule.needs_positions:
-            return lists, None, step_blocks, shift
-        kv_position = np.zeros((self._capacity, 1), dtype=np.int32)
-        kv_position[: len(row)] = shift
-        return lists, to_device(kv_position, device), step_blocks, 0
+
+    def _read(
+        self, rows: StepRows, cut: CutTiles, seen: Seen, count: int, groups: KeyGroups | None
+    ) -> TilesRead:
+        assert groups is not None
+        device, keys = self._context.device, self._blocks_together * self._context.tables.block_size
+        row, edges, shift = cut.row[:, 0].copy(), edges_of(cut, seen), groups.shift[cut.row]
+        table, step_blocks = groups.group_of, to_device(groups.blocks, device)
+        width = len(groups.blocks)
+        if self._rule.needs_positions:
+            kv_position = np.zeros((self._capacity, 1), dtype=np.int32)
+            kv_position[: len(row)] = shift[:, :1]
+            lists = self._lists(table, row, edges, count, width, keys)
+            return TilesRead(lists, seen, to_device(kv_position, device), step_blocks)
+        if not self._mixes_rows:
+            bounds = {
+                reach: HostBounds(high - shift, None if low is None else low - shift)
+                for reach, (high, low) in seen.items()
+            }
+            return TilesRead(self._lists(table, row, edges, count, width, keys), bounds, None, step_blocks)
+        is_mixed = (cut.row != row[:, None]).any(1)
+        first_own = np.where(is_mixed[:, None], groups.own[cut.row] * keys - shift, 0)
+        bounds = {reach: HostBounds(high - shift, first_own) for reach, (high, _) in seen.items()}
+        if is_mixed.any():
+            # A tile of several rows reads what one row would that had all of their groups.
+            mixed = np.flatnonzero(is_mixed)
+            row[mixed] = len(table) + np.arange(len(mixed))
+            table, ends = groups.joined([list(dict.fromkeys(cut.row[tile].tolist())) for tile in mixed])
+            for first, last in edges.values():
+                first.high[mixed] = groups.own[cut.row[mixed, 0]] * keys - 1
+                last.high[mixed] = ends * keys - 1
+        return TilesRead(self._lists(table, row, edges, count, width, keys), bounds, None, step_blocks)
 
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None

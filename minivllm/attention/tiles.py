@@ -27,7 +27,15 @@ from kernels_triton_free.attention import (
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.bounds import HostBounds, bounds_of
-from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, cut_tiles, new_lists, write_lists
+from minivllm.attention.lists.key_groups import KeyGroups
+from minivllm.attention.lists.tile_lists import (
+    BlockLists,
+    CutTiles,
+    blocks_read,
+    cut_tiles,
+    new_lists,
+    write_lists,
+)
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
@@ -58,8 +66,25 @@ class Tiles(NamedTuple):
     to_tokens: Tensor | None = None
 
 
+Seen = dict[Reach, HostBounds]
+"""Reach of layers -> what each query sees, [T, QT]."""
 Edges = dict[Reach, tuple[HostBounds, HostBounds]]
 """Reach of layers -> what the first and the last query of each tile see, [T]."""
+
+
+class TilesRead(NamedTuple):
+    """Fields of Tiles, of which the bounds are on the host yet, without padding tiles."""
+
+    lists: dict[Reach, TileLists]
+    bounds: Seen
+    kv_position: Tensor | None
+    step_blocks: Tensor | None
+
+
+def edges_of(cut: CutTiles, seen: Seen) -> Edges:
+    """What the first and the last query of each tile see."""
+    tile = np.arange(len(cut.row))
+    return {reach: (bounds.at((tile, 0)), bounds.at((tile, cut.last))) for reach, bounds in seen.items()}
 
 
 class QueryTiles:
@@ -93,7 +118,7 @@ class QueryTiles:
         self._tells_full = tells_full
         self._compute_dtype = compute_dtype
         self._capacity = capacity = rounded_capacity(capacity)
-        self._has_low = context.has_low and rule.visibility is None
+        self._has_low = (context.has_low or self._mixes_rows) and rule.visibility is None
         self._bound_names = {
             reach: [f"{name}.{index}" for name in Bounds._fields[: 1 + self._has_low]]
             for index, reach in enumerate(context.reaches)
@@ -137,6 +162,15 @@ class QueryTiles:
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)
         return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))
+
+    @property
+    def _mixes_rows(self) -> bool:
+        """Whether a tile may hold queries of several rows."""
+        return False
+
+    def _bundles(self, groups: KeyGroups | None, counts: np.ndarray) -> np.ndarray | None:
+        """See ``cut_tiles``. groups: what these rows read, from ``_copied``."""
+        return None
 
     def _kernel(self) -> Callable:
         return paged_flex_attention
@@ -186,38 +220,33 @@ class QueryTiles:
         host, device, size = self._buffer.host, self._buffer.device, self.size
         self._buffer.begin()
         packing: tuple[Tensor, ...] = ()
-        is_query: np.ndarray | bool = True
-        last: np.ndarray | int = 0  # query of each tile
-        ahead = None
+        ahead, groups = None, None
         if size == 1:
-            row, position = np.arange(len(rows.starts)), rows.starts[:, None]
-            count = max(len(row), least)
+            each = np.arange(len(rows.starts))[:, None]
+            cut = CutTiles(each, rows.starts[:, None], each, np.ones_like(each, dtype=bool))
+            count = max(len(each), least)
         else:
+            groups = self._copied(rows)
             # Tiles that read more blocks take longer, and each thread computes a run of neighbouring tiles.
             hands = torch.get_num_threads() if self._context.policy.on_cpu else 1
-            row, first, is_query, token = cut_tiles(rows.starts, rows.counts, size, hands)
-            count = max(len(row), least)
-            query = np.arange(size)
-            position = first[:, None] + query
-            last = is_query.sum(1) - 1
+            cut = cut_tiles(rows.starts, rows.counts, size, hands, self._bundles(groups, rows.counts))
+            count = max(len(cut.row), least)
             if rows.ahead is not None:
-                ahead = rows.ahead[np.minimum(token[:, None] + query, len(rows.ahead) - 1)]
+                ahead = rows.ahead[cut.token]
             tile_tokens = host["tile_tokens"].reshape(-1, size)
-            tile_tokens[: len(row)] = np.where(is_query, first_token + token[:, None] + query, 0)
-            tile_tokens[len(row) : count] = 0
-            places = np.flatnonzero(is_query)
-            places = places[np.argsort(tile_tokens[: len(row)][is_query])]
+            tile_tokens[: len(cut.row)] = np.where(cut.is_query, first_token + cut.token, 0)
+            tile_tokens[len(cut.row) : count] = 0
+            places = np.flatnonzero(cut.is_query)
+            places = places[np.argsort(tile_tokens[: len(cut.row)][cut.is_query])]
             host["token_places"][: len(places)] = places
             packing = device["tile_tokens"][: count * size], device["token_places"][: len(places)]
-        seen = {reach: bounds_of(position, self._read_reach(reach), ahead) for reach in self._bound_names}
-        tile = np.arange(len(row))
-        edges = {reach: (bounds.at((tile, 0)), bounds.at((tile, last))) for reach, bounds in seen.items()}
-        lists, kv_position, step_blocks, shift = self._list_blocks(rows, row, edges, count)
-        for reach, bounds in seen.items():
+        seen = {reach: bounds_of(cut.position, self._read_reach(reach), ahead) for reach in self._bound_names}
+        read = self._read(rows, cut, seen, count, groups)
+        for reach, bounds in read.bounds.items():
             for name, values, padding in zip(self._bound_names[reach], bounds, (-1, 0)):
                 if values is not None:  # else it is 0 everywhere, as the buffer is
-                    host[name][: len(row)] = np.where(is_query, values - shift, padding)
-                    host[name][len(row) : count] = padding
+                    host[name][: len(values)] = np.where(cut.is_query, values, padding)
+                    host[name][len(values) : count] = padding
         self._buffer.commit()
         if packing:
             heads = self._context.kv_heads
@@ -225,17 +254,20 @@ class QueryTiles:
         sent = {
             reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()
         }
-        return Tiles(count, lists, sent, kv_position, step_blocks, *packing)
+        return Tiles(count, read.lists, sent, read.kv_position, read.step_blocks, *packing)
 
-    def _list_blocks(
-        self, rows: StepRows, row: np.ndarray, edges: Edges, count: int
-    ) -> tuple[dict[Reach, TileLists], Tensor | None, Tensor | None, np.ndarray | int]:
-        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], and what positions
-        are lowered by to become bounds, int64 [T, 1]."""
+    def _copied(self, rows: StepRows) -> KeyGroups | None:
+        """What is copied for these rows before it is read; None: the cache is read in place."""
+        return None
+
+    def _read(
+        self, rows: StepRows, cut: CutTiles, seen: Seen, count: int, groups: KeyGroups | None
+    ) -> TilesRead:
+        """What these tiles read, padded to ``count`` of them. groups: from ``_copied``."""
         tables = self._context.tables
-        slots, size = rows.slots[row], tables.block_size
-        lists = self._lists(tables.block_table.host, slots, edges, count, self._width, size)
-        return lists, tables.kv_position.device.view(-1), None, 0
+        slots, edges = rows.slots[cut.row[:, 0]], edges_of(cut, seen)
+        lists = self._lists(tables.block_table.host, slots, edges, count, self._width, tables.block_size)
+        return TilesRead(lists, seen, tables.kv_position.device.view(-1), None)
 
     def _lists(
         self,

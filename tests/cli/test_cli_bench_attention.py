@@ -35,21 +35,22 @@ def test_heads_that_are_no_whole_strips_are_refused(capsys: pytest.CaptureFixtur
 @pytest.mark.skipif(
     cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler here"
 )
-def test_both_orders_are_measured_in_every_round(
+def test_both_ways_are_measured_in_every_round(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
     report = tmp_path / "report.json"
-    small = ["--users=3", "--prefix=128", "--suffix=20", "--layers=2", "--repeats=3", f"--json={report}"]
+    small = ["--users=3", "--prefix=128", "--suffix=20", "--question=5", "--layers=2", "--repeats=3"]
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "attention", *small])
+        main(["bench", "attention", *small, f"--json={report}"])
     assert ended.value.code == 0
     measured = json.loads(report.read_text())["measurements"]
     assert {(one["case"], one["side"], one["metric"]) for one in measured} == {
         (case, side, metric)
-        for case in ("shared prefix", "nothing shared")
-        for side in ("block by block", "row by row")
+        for asks in ("decode", "questions of 5 tokens")
+        for case in (f"{asks}, shared prefix", f"{asks}, nothing shared")
+        for side in ("together", "each for itself")
         for metric in ("processor time of a layer", "time of a layer", "lists of a step")
     }
     assert all(len(one["samples"]) == 3 and min(one["samples"]) > 0 for one in measured)
-    assert "Both orders give the same result, bit for bit." in capsys.readouterr().out
+    assert "Both ways give the same result, bit for bit." in capsys.readouterr().out

@@ -35,15 +35,35 @@ MIN_GROUPS = 2
 
 
 class KeyGroups(NamedTuple):
-    """blocks int32 [n, size]: physical blocks of each group; 0 behind the end of a request.
-    group_of int32 [rows, groups of a request]: which of them holds a row's group;
-    0 for those it does not read.
-    shift int64 [rows]: the position of a key less its slot in the copy,
-    in the groups that the row has to itself."""
+    """Groups of blocks, and which of them each row reads."""
 
     blocks: np.ndarray
+    """int32 [n, size]: physical blocks of each group; 0 past the end of a request."""
     group_of: np.ndarray
+    """int32 [rows, groups of a request]: which of them holds a row's group; 0 for those it does not read."""
     shift: np.ndarray
+    """int64 [rows]: the position of a key less its slot in the copy, in the groups that the row has to
+    itself."""
+    own: np.ndarray
+    """int64 [rows]: the first group that the row has to itself."""
+    end: np.ndarray
+    """int64 [rows]: the number of groups up to the row's last key."""
+
+    def joined(self, bundles: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """``group_of`` with a further row for each bundle of rows that share all groups but their own: what
+        they share, and then the groups of each; and the number of these, int64 [bundles]."""
+        listed = []
+        for rows in bundles:
+            shared = self.group_of[rows[0], : self.own[rows[0]]]
+            own = [self.group_of[row, self.own[row] : self.end[row]] for row in rows]
+            listed.append(np.concatenate([shared, *own]))
+        ends = np.array([len(groups) for groups in listed])
+        num_rows, width = self.group_of.shape
+        table = np.zeros((num_rows + len(listed), max(width, int(ends.max()))), dtype=np.int32)
+        table[:num_rows, :width] = self.group_of
+        for row, groups in enumerate(listed, num_rows):
+            table[row, : len(groups)] = groups
+        return table, ends
 
 
 def group_keys(
@@ -81,7 +101,32 @@ def group_keys(
     count = sum(map(len, copied))
     group_of[is_own] = count + np.arange(int(is_own.sum()))
     begin = count + np.cumsum(end - own) - (end - own)
-    return KeyGroups(np.concatenate([*copied, blocks[is_own]]), group_of, (own - begin) * size * block_size)
+    shift = (own - begin) * size * block_size
+    return KeyGroups(np.concatenate([*copied, blocks[is_own]]), group_of, shift, own, end)
+
+
+def bundles_of(groups: KeyGroups, counts: np.ndarray, size: int) -> np.ndarray | None:
+    """Which rows of ``counts`` int64 [rows] tokens share a tile of ``size`` queries: those with equal
+    numbers, int64 [rows]; None if no two do.
+
+    Rows that share all groups but those that each has to itself are laid into one tile as long as they fit
+    there whole, so that the tile reads what they share once for all of them.
+    """
+    short = np.flatnonzero((counts < size) & (groups.own > 0))
+    if len(short) < 2:
+        return None
+    own = groups.own[short]
+    read = np.where(np.arange(own.max()) < own[:, None], groups.group_of[short, : own.max()], -1)
+    _, kinds = np.unique(read, axis=0, return_inverse=True)
+    bundles = np.arange(len(counts))
+    open_ones: dict[int, tuple[int, int]] = {}  # rows of one kind -> the last bundle of them, and its room
+    for row, kind, count in zip(short.tolist(), kinds.reshape(-1).tolist(), counts[short].tolist()):
+        bundle, room = open_ones.get(kind, (row, size))
+        if count > room:
+            bundle, room = row, size
+        bundles[row] = bundle
+        open_ones[kind] = bundle, room - count
+    return None if np.array_equal(bundles, np.arange(len(counts))) else bundles
 
 
 def groups_of_step(

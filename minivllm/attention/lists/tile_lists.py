@@ -149,29 +149,58 @@ def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.nd
     target[:, : index.shape[1]] = table[slots[:, None], np.minimum(index, table.shape[1] - 1)]
 
 
-class QueryRuns(NamedTuple):
-    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first position; is_query bool
-    [tiles, size]; and which of the rows' tokens its first query is."""
+class CutTiles(NamedTuple):
+    """Queries in tiles, [tiles, size] each. Padding comes last in a tile and repeats its first query."""
 
     row: np.ndarray
-    first: np.ndarray
-    is_query: np.ndarray
+    """int64: the row that a query belongs to."""
+    position: np.ndarray
+    """int64: of the query in its sequence."""
     token: np.ndarray
+    """int64: which of the rows' tokens the query is."""
+    is_query: np.ndarray
+    """bool: False for padding."""
+
+    @property
+    def last(self) -> np.ndarray:
+        """Which query of each tile is its last one, int64 [tiles]."""
+        return self.is_query.sum(1) - 1
 
 
-def cut_tiles(starts: np.ndarray, counts: np.ndarray, size: int, hands: int) -> QueryRuns:
-    """Rows that compute ``counts`` positions from ``starts`` on, int64 [rows],
-    in tiles of ``size``, ``dealt``."""
-    per_row = -(-counts // size)
-    row = np.repeat(np.arange(len(per_row)), per_row)
-    done = (
-        np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]
-    ) * size  # tokens of the row before a tile
-    order = dealt(starts[row] + done, hands)
-    row, done = row[order], done[order]
-    first = starts[row] + done
-    is_query = np.arange(size) < (counts[row] - done)[:, None]
-    return QueryRuns(row, first, is_query, (np.cumsum(counts) - counts)[row] + done)
+def cut_tiles(
+    starts: np.ndarray, counts: np.ndarray, size: int, hands: int, bundles: np.ndarray | None = None
+) -> CutTiles:
+    """Rows that compute ``counts`` positions from ``starts`` on, int64 [rows], in tiles of ``size``,
+    ``dealt`` to so many hands. bundles int64 [rows]: rows with equal numbers follow one another in their
+    tiles; None: no tile holds several rows.
+
+    >>> cut = cut_tiles(np.array([8, 4, 8]), np.array([2, 5, 1]), 4, 1, np.array([0, 1, 0]))
+    >>> np.where(cut.is_query, cut.row, -1).tolist()
+    [[0, 0, 2, -1], [1, 1, 1, 1], [1, -1, -1, -1]]
+    >>> np.where(cut.is_query, cut.position, -1).tolist()
+    [[8, 9, 8, -1], [4, 5, 6, 7], [8, -1, -1, -1]]
+    """
+    ordered = np.arange(len(counts)) if bundles is None else np.argsort(bundles, kind="stable")
+    if bundles is None:
+        totals = counts
+    else:
+        _, begins = np.unique(bundles[ordered], return_index=True)
+        totals = np.add.reduceat(counts[ordered], begins)
+    # Tokens in the order of the tiles: bundle by bundle, row by row.
+    row = np.repeat(ordered, counts[ordered])
+    before = np.cumsum(counts) - counts  # tokens of the rows before each
+    placed = np.cumsum(counts[ordered]) - counts[ordered]
+    within = np.arange(len(row)) - np.repeat(placed, counts[ordered])
+    per_bundle = -(-totals // size)
+    bundle = np.repeat(np.arange(len(totals)), per_bundle)
+    done = (np.arange(len(bundle)) - (np.cumsum(per_bundle) - per_bundle)[bundle]) * size
+    first = (np.cumsum(totals) - totals)[bundle] + done
+    order = dealt(starts[row[first]] + within[first], hands)
+    first, left = first[order, None], (totals[bundle] - done)[order, None]
+    query = np.arange(size)
+    is_query = query < left
+    index = np.where(is_query, first + query, first)
+    return CutTiles(row[index], (starts[row] + within)[index], (before[row] + within)[index], is_query)
 
 
 def dealt(work: np.ndarray, hands: int) -> np.ndarray:

@@ -1,15 +1,16 @@
-"""``minivllm bench attention``: decode attention of users that share a prefix, on a CPU.
+"""``minivllm bench attention``: attention of users that share a prefix, on a CPU.
 
-Pairs of a row and a block are computed block by block, as the engine does, and row by row, as it does where
-nothing is shared. Both orders take turns in one process. No model is needed: keys, values and queries are
-random numbers.
+While they decode, pairs of a row and a block are computed block by block, as the engine does, and row by row,
+as it does where nothing is shared. Where each has a few new tokens of a prompt, these lie in query tiles
+together, as the engine has them, and in tiles for each user. Both ways take turns in one process. No model is
+needed: keys, values and queries are random numbers.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ import typer
 
 from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionContext, StepRows
+from minivllm.attention.gathered import GatheredTiles
+from minivllm.attention.lists.key_groups import KeyGroups
 from minivllm.attention.lists.shared_prefixes import Readers
-from minivllm.attention.pairs import PairMetadata, RowPairs
+from minivllm.attention.pairs import RowPairs
 from minivllm.attention.rule import CAUSAL
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, OutputOptions, compared, make_report, publish
@@ -33,7 +36,8 @@ from minivllm.specs.caches import CacheSpec, LayerCache
 
 BLOCK_SIZE = 64
 CPU = torch.device("cpu")
-SAME = "Both orders give the same result, bit for bit."
+SIDES = ("together", "each for itself")
+SAME = "Both ways give the same result, bit for bit."
 
 
 class RowByRow(RowPairs):
@@ -41,6 +45,16 @@ class RowByRow(RowPairs):
 
     def shared_blocks(self, rows: StepRows) -> Readers | None:
         return None
+
+
+class TilesOfOneRow(GatheredTiles):
+    """Tiles of prompt chunks, none of which holds several rows. The code is the same."""
+
+    def _bundles(self, groups: KeyGroups | None, counts: np.ndarray) -> np.ndarray | None:
+        return None
+
+
+Kernels = RowPairs | GatheredTiles
 
 
 @dataclass
@@ -79,17 +93,19 @@ def attention(
     output: OutputOptions,
     users: Annotated[int, typer.Option(min=2, help="Users that decode together.")] = 10,
     prefix: Annotated[int, typer.Option(min=64, help="Tokens that they share.")] = 10240,
-    suffix: Annotated[int, typer.Option(min=1, help="Further tokens of each user.")] = 200,
+    suffix: Annotated[int, typer.Option(min=1, help="Further tokens of each user who decodes.")] = 200,
+    question: Annotated[int, typer.Option(min=2, help="New tokens of each user who asks.")] = 20,
     layers: Annotated[int, typer.Option(min=1, help="Layers, each with a cache of its own.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a layer.")] = 3,
     query_group: Annotated[int, typer.Option(min=1, help="Query heads of a KV head.")] = 3,
     head_dim: Annotated[int, typer.Option(min=16, help="Dimensions of a head.")] = 64,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of keys and values.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(min=2, help="Rounds, in each of which both orders run.")] = 10,
+    repeats: Annotated[int, typer.Option(min=2, help="Rounds, in each of which both ways run.")] = 10,
 ) -> None:
-    """Measure decode attention of users that share a prefix, block by block and row by row, on a CPU.
+    """Measure attention of users that share a prefix, together and each for itself, on a CPU.
 
-    Processor time does not count what other programs do meanwhile. A second case shares nothing.
+    Users decode, or each asks a short question. Processor time does not count what other programs do
+    meanwhile. Further cases share nothing.
 
     Example: minivllm bench attention --users 32 --prefix 2048
     """
@@ -100,75 +116,84 @@ def attention(
     if not can_have_strips(BLOCK_SIZE, head_dim, cache_dtype):
         raise ConfigError(f"Heads of {head_dim} dimensions are no whole strips: give a multiple of 32.")
     spec = AttentionSpec(None, head_dim**-0.5, query_group)
-    compiler, context = PackagedRegionCompiler(), prefix + suffix
+    compiler, policy = PackagedRegionCompiler(), DevicePolicy.of(CPU)
     measurements: list[Measurement] = []
-    for case, shared in (("shared prefix", prefix), ("nothing shared", 0)):
-        tables, num_blocks = tables_of(users, shared, context)
-        made = AttentionContext(
-            specs=(spec,), kv_heads=kv_heads, query_group=query_group, head_dim=head_dim, dtype=cache_dtype,
-            query_dtype=cache_dtype, cache_dtype=cache_dtype, tables=tables, num_blocks=num_blocks,
-            max_num_seqs=users, max_num_batched_tokens=users, verify_size=0, compile_region=compiler,
-            compiles=True, policy=DevicePolicy.of(CPU), device=CPU, in_strips=True,
-        )  # fmt: skip
-        sides = {
-            "block by block": RowPairs(made, CAUSAL),
-            "row by row": RowByRow(made, CAUSAL),
-        }
-        compiler.build()
-        caches = random_caches(layers, num_blocks, made.cache_spec)
-        q = torch.randn(users, kv_heads, query_group, head_dim).to(cache_dtype)
-        rows = StepRows(
-            np.arange(users), np.full(users, context - 1), np.ones(users, dtype=np.int64), users, 0, users
-        )
-        measurements += measure(case, sides, rows, caches, spec, q, repeats)
-    by_side = [[one for one in measurements if one.side == side] for side in ("block by block", "row by row")]
+    for shares, shared in (("shared prefix", prefix), ("nothing shared", 0)):
+        for count in (1, question):
+            context = prefix + (suffix if count == 1 else count)
+            tables, num_blocks = tables_of(users, shared, context)
+            made = AttentionContext(
+                specs=(spec,), kv_heads=kv_heads, query_group=query_group, head_dim=head_dim,
+                dtype=cache_dtype, query_dtype=cache_dtype, cache_dtype=cache_dtype, tables=tables,
+                num_blocks=num_blocks, max_num_seqs=users, max_num_batched_tokens=users * count,
+                verify_size=0, compile_region=compiler, compiles=True, policy=policy, device=CPU,
+                in_strips=True,
+            )  # fmt: skip
+            sides: tuple[Kernels, Kernels]
+            if count == 1:
+                sides = RowPairs(made, CAUSAL), RowByRow(made, CAUSAL)
+            else:
+                computed = policy.prompt_attention_dtype(cache_dtype)
+                size = policy.query_tile_size(query_group, computed)
+                capacity = max(policy.min_tiles, users * -(-question // size) + 2)
+                sides = tuple(
+                    kind(made, CAUSAL, "prompt attention", size, capacity, compute_dtype=computed)
+                    for kind in (GatheredTiles, TilesOfOneRow)
+                )  # type: ignore[assignment]
+            compiler.build()
+            caches = random_caches(layers, num_blocks, made.cache_spec)
+            q = torch.randn(users * count, kv_heads, query_group, head_dim).to(cache_dtype)
+            counts = np.full(users, count)
+            num_single = users if count == 1 else 0
+            rows = StepRows(np.arange(users), context - counts, counts, num_single, 0, len(q))
+            what = "decode" if count == 1 else f"questions of {count} tokens"
+            measurements += measure(f"{what}, {shares}", sides, rows, caches, spec, q, repeats)
+    by_side = [[one for one in measurements if one.side == side] for side in SIDES]
     comparisons = [
         found
         for ours, theirs in zip(*by_side)
         for found in compared({ours.metric: ours}, {theirs.metric: theirs})
     ]
-    shares = [
-        f"{ours.case}: {median(ours.samples) / median(theirs.samples):.2f} × the {ours.metric} of row by row"
+    shares_of = [
+        f"{ours.case}: {median(ours.samples) / median(theirs.samples):.2f} × the {ours.metric} of {SIDES[1]}"
         for ours, theirs in zip(*by_side)
     ]
     shape = {"users": users, "prefix": prefix, "suffix": suffix, "layers": layers, "dtype": dtype}
     shape |= {"kv_heads": kv_heads, "query_group": query_group, "head_dim": head_dim}
-    publish(
-        make_report("attention", shape, measurements, comparisons, [*shares, SAME]),
-        output,
-    )
+    shape["question"] = question
+    publish(make_report("attention", shape, measurements, comparisons, [*shares_of, SAME]), output)
 
 
 def measure(
     case: str,
-    sides: dict[str, RowPairs],
+    sides: tuple[Kernels, Kernels],
     rows: StepRows,
     caches: list[LayerCache],
     spec: AttentionSpec,
     q: torch.Tensor,
     repeats: int,
 ) -> list[Measurement]:
-    """Times of a layer, and of making the lists of a step [ms], of both sides in turns. RuntimeError if their
+    """Times of a layer, and of making the lists of a step [ms], of both SIDES in turns. RuntimeError if their
     results differ."""
-    lists: dict[str, list[float]] = {side: [] for side in sides}
-    processor: dict[str, list[float]] = {side: [] for side in sides}
-    elapsed: dict[str, list[float]] = {side: [] for side in sides}
+    lists: dict[str, list[float]] = {side: [] for side in SIDES}
+    processor: dict[str, list[float]] = {side: [] for side in SIDES}
+    elapsed: dict[str, list[float]] = {side: [] for side in SIDES}
     with torch.inference_mode():
         for repeat in range(-1, repeats):  # the first round warms up
             results = []
-            for side in list(sides)[:: 1 if repeat % 2 else -1]:
+            for side, kernels in list(zip(SIDES, sides))[:: 1 if repeat % 2 else -1]:
                 before = time.process_time()
-                prepared: PairMetadata = sides[side].prepare(rows, 0, len(rows.slots))
+                prepared: Any = kernels.prepare(rows, 0, len(rows.slots) if rows.num_single else 2)
                 started, begun = time.process_time(), time.perf_counter()
                 for cache in caches:
-                    out = sides[side].attend(prepared, cache, spec, q)
+                    out = kernels.attend(prepared, cache, spec, q)
                 if repeat >= 0:
                     lists[side].append(1e3 * (started - before))
                     processor[side].append(1e3 * (time.process_time() - started) / len(caches))
                     elapsed[side].append(1e3 * (time.perf_counter() - begun) / len(caches))
                 results.append(out)
             if not torch.equal(*results):
-                raise RuntimeError(f"{case}: the order of pairs changed the result.")
+                raise RuntimeError(f"{case}: the two ways differ.")
     figures = {"processor time of a layer": processor, "time of a layer": elapsed, "lists of a step": lists}
     return [
         Measurement(case, side, metric, "ms", "lower", samples)
