@@ -1,21 +1,21 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, plugins,
-specs.
-Door: `AttentionBackend` in backend.py.
+May import: attention.interface, attention.lists, compilation, device, kernels_triton_free,
+kernels_triton_free.strips, plugins, specs.
+Door: `FlexAttention` in flex.py; what a backend is stands in interface/.
 """
 
-from minivllm.attention.backend import (
+from minivllm.attention.flex import FlexAttention, rule_attention
+from minivllm.attention.interface.backend import (
     AttentionBackend,
     AttentionContext,
     BlockTables,
     StepRows,
 )
-from minivllm.attention.flex import FlexAttention, rule_attention
+from minivllm.attention.interface.rule import AttentionRule
 from minivllm.attention.lists.bounds import Run, look_ahead
 from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
-from minivllm.attention.rule import AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.plugins.points import register_attention
 

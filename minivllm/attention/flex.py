@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.gathered import GatheredTiles
+from minivllm.attention.interface.backend import AttentionBackend, AttentionContext, StepRows
+from minivllm.attention.interface.rule import CAUSAL, AttentionRule
 from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
-from minivllm.attention.rule import CAUSAL, AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import QueryTiles
 from minivllm.errors import ConfigError
@@ -78,10 +78,10 @@ class FlexAttention:
 
         if context.in_strips:
             self._single = RowPairs(context, rule)
-            self._max_decodes *= max(1, context.verify_size)
+            self._max_decodes *= max(1, context.few_tokens)
         else:
             self._single = short("decode attention", 1, self.decode_batches)
-            self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
+            self._few = short("verify attention", context.few_tokens) if context.few_tokens > 1 else None
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
@@ -93,9 +93,9 @@ class FlexAttention:
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
         num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
-        single = (
-            rows.num_single + rows.num_few - few
-        )  # drafts are single tokens where nothing else is made for them
+        single = rows.num_single
+        if isinstance(self._single, RowPairs) and self._single.has_room(rows.cut(0, single + rows.num_few)):
+            single += rows.num_few  # few tokens are as many single ones
         parts = []
         token = int(rows.counts[:single].sum())
         if single or not num_rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import attend_to_copies
-from minivllm.attention.backend import StepRows
+from minivllm.attention.interface.backend import StepRows
 from minivllm.attention.lists.bounds import HostBounds
 from minivllm.attention.lists.key_groups import MIN_GROUPS, KeyGroups, bundles_of, groups_of_step
 from minivllm.attention.lists.tile_lists import CutTiles

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.latent_attention import latent_attention
-from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.interface.backend import AttentionContext, StepRows
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import LayerCache
@@ -53,7 +53,7 @@ class GatheredLatents:
         for count, equal in groupby(counts):
             number = len(list(equal))
             own = slice(row, row + number)
-            if count <= max(1, self._context.verify_size):
+            if count <= max(1, self._context.few_tokens):
                 tiles.append(self._tiles(rows.slots[own], rows.starts[own], count, token))
                 token += number * count
             else:

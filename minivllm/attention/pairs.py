@@ -36,17 +36,19 @@ from torch import Tensor
 
 from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from kernels_triton_free.strips.visibility import Bounds
-from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.interface.backend import AttentionContext, StepRows
+from minivllm.attention.interface.rule import AttentionRule
 from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.shared_prefixes import Readers, block_by_block, find_shared
 from minivllm.attention.lists.tile_lists import blocks_read
-from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.compilation.row_counts import bound
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
 
+MOST_BYTES = 64 << 20
+"""The pairs of a step may give so much in any case, in float32."""
 MIN_BLOCKS = 2
 """Of a row: compiled code wants two of everything that varies."""
 
@@ -200,6 +202,16 @@ class RowPairs:
         return PairMetadata(
             num_rows, {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
         )
+
+    def has_room(self, rows: StepRows) -> bool:
+        """Whether the pairs of these rows are no more than those of all requests of a step that decode at
+        their full length, or take no more than MOST_BYTES."""
+        context = self._context
+        width = context.tables.block_table.host.shape[1]
+        blocks = (rows.starts + rows.counts - 1) // context.tables.block_size + 1
+        row_bytes = 4 * context.kv_heads * context.query_group * context.head_dim
+        most = max(context.max_num_seqs * width, MOST_BYTES // row_bytes)
+        return int((rows.counts * blocks).sum()) <= most
 
     def shared_blocks(self, rows: StepRows) -> Readers | None:
         """The blocks that several rows of the step share, for its tokens. They are looked for when rows come

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minivllm.attention.backend import AttentionBackend, AttentionContext
 from minivllm.attention.flex import rule_attention
+from minivllm.attention.interface.backend import AttentionBackend, AttentionContext
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
 from minivllm.plugins.points import ATTENTION

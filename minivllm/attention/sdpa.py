@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.strips.visibility import Bounds
-from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.interface.backend import AttentionContext, StepRows
+from minivllm.attention.interface.rule import CAUSAL, AttentionRule
 from minivllm.attention.lists.bounds import bounds_of, first_seen
-from minivllm.attention.rule import CAUSAL, AttentionRule
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache

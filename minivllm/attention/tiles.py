@@ -25,7 +25,8 @@ from kernels_triton_free.attention import (
     unpack_tiles,
 )
 from kernels_triton_free.strips.visibility import Bounds
-from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.interface.backend import AttentionContext, StepRows
+from minivllm.attention.interface.rule import AttentionRule
 from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.key_groups import KeyGroups
 from minivllm.attention.lists.tile_lists import (
@@ -36,7 +37,6 @@ from minivllm.attention.lists.tile_lists import (
     new_lists,
     write_lists,
 )
-from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.specs.attention import AttentionSpec, Reach

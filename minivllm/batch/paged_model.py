@@ -89,6 +89,10 @@ class PagedModel:
                 self._group_of, model.cache_specs, model.attention_specs, strict=True
             )
         ]
+        attending = [cache for cache, _ in self.layers if isinstance(cache, CacheSpec)]
+        in_strips = bool(attending) and all(cache.in_strips for cache in attending)
+        pair_tokens = policy.pair_tokens(limits.max_model_len) if in_strips else 0
+        self._few_tokens = max(limits.verify_size, pair_tokens)
         states = batch.states if any(isinstance(cache, StateSpec) for cache, _ in self.layers) else []
         self._state_rows = [
             StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states
@@ -101,7 +105,7 @@ class PagedModel:
             batch,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             device=model.device,
-            verify_size=limits.verify_size,
+            few_tokens=self._few_tokens,
             adapters=adapters,
             tiles_adapters=policy.tiles_adapters,
             token_offset=token_offset,
@@ -192,7 +196,7 @@ class PagedModel:
                 num_blocks=tables.num_blocks,
                 max_num_seqs=limits.max_step_rows,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
-                verify_size=limits.verify_size,
+                few_tokens=self._few_tokens,
                 compile_region=compiler,
                 compiles=compiler.enabled,
                 policy=self._policy,

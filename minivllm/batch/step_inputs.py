@@ -94,7 +94,7 @@ class StepInputs:
 class StepInputBuilder:
     """Builds StepInputs in persistent buffers, int32 [max_num_batched_tokens, rounded up] each.
 
-    verify_size: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept
+    few_tokens: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept
     up to date by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the
     token ids are those so much further in the sequence than the positions (1 for an EAGLE head). groups:
     those of the KV groups of the batch that the model's layers belong to; all, if they are not given.
@@ -107,7 +107,7 @@ class StepInputBuilder:
         *,
         max_num_batched_tokens: int,
         device: torch.device,
-        verify_size: int = 0,
+        few_tokens: int = 0,
         adapters: BatchAdapters | None = None,
         tiles_adapters: bool = False,
         token_offset: int = 0,
@@ -116,7 +116,7 @@ class StepInputBuilder:
     ) -> None:
         self._groups = batch.groups if groups is None else groups
         self._batch = batch
-        self._verify_size = verify_size
+        self._few_tokens = few_tokens
         self._token_offset = token_offset
         self._adapters = adapters
         self._tiles_adapters = tiles_adapters
@@ -156,7 +156,7 @@ class StepInputBuilder:
         """
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
-        ordered, num_single, num_few = in_step_order(rows, self._verify_size)
+        ordered, num_single, num_few = in_step_order(rows, self._few_tokens)
         slots = np.fromiter([row.request.slot for row in ordered], np.int64, len(ordered))
         starts = np.fromiter([row.start for row in ordered], np.int64, len(ordered))
         ahead = None

@@ -56,8 +56,8 @@ from minivllm.worker.pending_step import PendingStep
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_DECODES, WARM_UP_DRAFTS, WARM_UP_CHUNKS = 5, 3, 4
-"""Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region
+WARM_UP_DECODES, WARM_UP_FEW, WARM_UP_CHUNKS = 5, 3, 4
+"""Requests of the warm-up step with one token, with few (see ``in_step_order``), and with more: every region
 gets the two rows that compiling needs."""
 
 
@@ -181,12 +181,13 @@ class Worker:
     def initialize(self, groups: Sequence[GroupSpec], block_bytes: Sequence[int]) -> None:
         """Allocate the cache and all buffers, have everything compiled, and run it once."""
         scheduler, speculative = self.config.scheduler, self.config.speculative
-        verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
+        verify_size, few_tokens = 0, self.policy.pair_tokens(scheduler.max_model_len)
         if speculative is not None:
             verify_size = rounded_capacity(1 + speculative.num_speculative_tokens)
             verify_size = min(verify_size, scheduler.max_model_len - 1)
-            # Chunks are what does not fit into one tile of drafts.
-            warm_up = [1] * WARM_UP_DECODES + [2] * WARM_UP_DRAFTS + [verify_size + 1] * WARM_UP_CHUNKS
+            few_tokens = max(few_tokens, verify_size)
+        few = [2] * WARM_UP_FEW if few_tokens > 1 else []
+        warm_up = [1] * WARM_UP_DECODES + few + [max(2, few_tokens + 1)] * WARM_UP_CHUNKS
         warms_up_later = self.config.compile_in_background
         self.runner = self._make_runner(
             self._compiler,

@@ -76,7 +76,7 @@ def new_context(
         "num_blocks": shape.num_blocks,
         "max_num_seqs": shape.max_num_seqs,
         "max_num_batched_tokens": shape.max_num_batched_tokens,
-        "verify_size": 0,
+        "few_tokens": 0,
         "compile_region": uncompiled,
         "compiles": True,
         "policy": CPU_POLICY,

@@ -125,7 +125,7 @@ class Case:
             "query_group": self.spec.query_group,
             "head_dim": self.head_dim,
             "policy": SmallTiles(type=device_type, capability=(9, 0), tile_size=self.tile_size, together=24),
-            "verify_size": VERIFY_SIZE,
+            "few_tokens": VERIFY_SIZE,
             "in_strips": self.in_strips,
         }
         return make(new_context(self.tables, self.shape, [self.spec], **changes))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels_triton_free.attention
+import minivllm.attention.pairs
 import minivllm.attention.tiles
 from minivllm.attention import (
     AttentionBackend,
@@ -26,6 +27,7 @@ from minivllm.attention import (
     StepRows,
     in_step_order,
 )
+from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.pairs import RowPairs
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -66,7 +68,7 @@ SHAPE = BatchShape(max_num_seqs=9, max_model_len=128, block_size=16, num_blocks=
 
 def build(batch: PersistentBatch, rows: Sequence[Row], backend: AttentionBackend) -> StepInputs:
     builder = StepInputBuilder(
-        batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, verify_size=VERIFY_SIZE, device=CPU
+        batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, few_tokens=VERIFY_SIZE, device=CPU
     )
     return builder.build(rows, 2, backend.prepare)
 
@@ -164,14 +166,20 @@ RULES = {
     ],
 )
 @pytest.mark.parametrize(
-    ("policy", "in_strips"),
-    [(CPU_POLICY, True), (CPU_POLICY, False), (CUDA_POLICY, False)],
-    ids=["cpu", "cpu without strips", "cuda"],
+    ("policy", "in_strips", "has_room"),
+    [
+        (CPU_POLICY, True, True),
+        (CPU_POLICY, True, False),
+        (CPU_POLICY, False, True),
+        (CUDA_POLICY, False, True),
+    ],
+    ids=["cpu", "cpu without room for few tokens", "cpu without strips", "cuda"],
 )
 @torch.inference_mode()
 def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device(
     policy: Any,
     in_strips: bool,
+    has_room: bool,
     rule: AttentionRule,
     specs: Sequence[AttentionSpec],
     monkeypatch: pytest.MonkeyPatch,
@@ -180,11 +188,12 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
     the kernel is replaced by plain operations on the same lists."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
+    monkeypatch.setattr(RowPairs, "has_room", lambda self, rows: has_room)
     batch = new_batch(SHAPE)
     together = 2 * SHAPE.block_size
     small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4, together=together)
     context = new_context(
-        batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, in_strips=in_strips
+        batch.groups[0], SHAPE, specs, policy=small, few_tokens=VERIFY_SIZE, in_strips=in_strips
     )
     backend = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
@@ -192,6 +201,26 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
         rows, cache, q = random_step(rng, generator, batch)
         if rows:
             check_equal(batch, rows, cache, q, backend, rule, specs, in_strips=in_strips)
+
+
+def test_chunks_of_few_tokens_are_pairs_unless_these_would_be_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rows of 3 tokens with 7 and 8 blocks are 45 pairs; decoding, 9 requests have 9 * 8 at most."""
+    tables = new_batch(SHAPE).groups[0]
+    tables.block_table.host[:2] = 1 + np.arange(16).reshape(2, 8)
+    starts, counts = np.array([7 * 16 - 3, 7 * 16]), np.array([3, 3])
+    rows = StepRows(np.arange(2), starts, counts, 0, 2, 6)
+
+    def kinds_of(max_num_seqs: int) -> list[type]:
+        changes: dict[str, Any] = {"few_tokens": VERIFY_SIZE, "in_strips": True, "max_num_seqs": max_num_seqs}
+        backend = FlexAttention(new_context(tables, SHAPE, SPECS[:1], **changes))
+        return [type(part.kind) for part in backend.prepare(rows).parts]
+
+    monkeypatch.setattr(minivllm.attention.pairs, "MOST_BYTES", 0)
+    assert kinds_of(6) == [RowPairs] and kinds_of(5) == [GatheredTiles]
+    monkeypatch.setattr(minivllm.attention.pairs, "MOST_BYTES", 45 * KV_HEADS * GROUP * HEAD_DIM * 4)
+    assert kinds_of(5) == [RowPairs]
 
 
 @pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
@@ -275,7 +304,7 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
         SHAPE,
         specs,
         policy=small,
-        verify_size=VERIFY_SIZE,
+        few_tokens=VERIFY_SIZE,
         compile_region=compiler,
         in_strips=in_strips,
     )
@@ -347,7 +376,7 @@ def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(
     for spec in SPECS:
         table = MirroredTable(*batch.groups[0].block_table.host.shape, CPU)
         own: BlockTables = GroupTables(SHAPE.block_size, table, batch.groups[0].kv_position)
-        contexts.append(new_context(own, SHAPE, [spec], policy=CUDA_POLICY, verify_size=VERIFY_SIZE))
+        contexts.append(new_context(own, SHAPE, [spec], policy=CUDA_POLICY, few_tokens=VERIFY_SIZE))
     grouped = GroupedAttention({context.specs[0]: FlexAttention(context) for context in contexts})
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     num_freed = 0

@@ -90,8 +90,8 @@ def test_a_wrong_name_is_a_sentence_before_the_model_is_loaded(
 def test_rows_come_as_single_tokens_then_few_then_several_and_otherwise_as_they_were() -> None:
     request: Any = None
     rows = [Row(request, start, count) for start, count in enumerate([5, 1, 4, 2, 1, 9])]
-    ordered, single, few = in_step_order(rows, verify_size=4)
+    ordered, single, few = in_step_order(rows, few_tokens=4)
     assert [(row.start, row.count) for row in ordered] == [(1, 1), (4, 1), (2, 4), (3, 2), (0, 5), (5, 9)]
     assert (single, few) == (2, 2)
-    ordered, single, few = in_step_order(rows, verify_size=0)
+    ordered, single, few = in_step_order(rows, few_tokens=0)
     assert [row.start for row in ordered] == [1, 4, 0, 2, 3, 5] and (single, few) == (2, 0)

@@ -69,11 +69,11 @@ class Steps:
     ) -> None:
         tokens = shape.max_num_batched_tokens
         self._builder = StepInputBuilder(
-            batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU
+            batch, max_num_batched_tokens=tokens, few_tokens=VERIFY_SIZE, device=CPU
         )
         policy = SmallTiles(type=device_type, tile_size=tile_size, together=keys_together)
         context = new_context(
-            batch.groups[0], shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE
+            batch.groups[0], shape, specs_of(REACHES), policy=policy, few_tokens=VERIFY_SIZE
         )
         self.backend = FlexAttention(context)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minivllm import SamplingParams
-from minivllm.attention.backend import StepRows
+from minivllm.attention.interface.backend import StepRows
 from minivllm.attention.lists.shared_prefixes import Readers
 from minivllm.attention.pairs import RowPairs
 from minivllm.compilation.compiler import cannot_compile_reason

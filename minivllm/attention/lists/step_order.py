@@ -23,17 +23,17 @@ class Countable(Protocol):
 AnyRow = TypeVar("AnyRow", bound=Countable)
 
 
-def in_step_order(rows: Sequence[AnyRow], verify_size: int) -> tuple[list[AnyRow], int, int]:
+def in_step_order(rows: Sequence[AnyRow], few_tokens: int) -> tuple[list[AnyRow], int, int]:
     """The order of rows in every step:
     those with a single token, those with few, those with several (prompt chunks).
 
-    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). A row with
-    runs is a prompt chunk however short it is: attention of drafts relies on it that no query sees a later
-    one. Returns (rows, how many have a single token, how many have few).
+    Few are 2 to ``few_tokens`` tokens: drafts that are verified, and chunks as short as these (0: there are
+    no such rows). A row with runs is one of several however short it is: attention of few tokens relies on it
+    that no query sees a later one. Returns (rows, how many have a single token, how many have few).
     """
     single = [row for row in rows if row.count == 1]
     if len(single) == len(rows):
         return single, len(single), 0
-    few = [row for row in rows if 1 < row.count <= verify_size and not row.runs]
-    several = [row for row in rows if row.count > 1 and (row.count > verify_size or row.runs)]
+    few = [row for row in rows if 1 < row.count <= few_tokens and not row.runs]
+    several = [row for row in rows if row.count > 1 and (row.count > few_tokens or row.runs)]
     return single + few + several, len(single), len(few)

@@ -19,10 +19,10 @@ import typer
 from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionContext, StepRows
 from minivllm.attention.gathered import GatheredTiles
+from minivllm.attention.interface.rule import CAUSAL
 from minivllm.attention.lists.key_groups import KeyGroups
 from minivllm.attention.lists.shared_prefixes import Readers
 from minivllm.attention.pairs import RowPairs
-from minivllm.attention.rule import CAUSAL
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, OutputOptions, compared, make_report, publish
 from minivllm.cli.engine.options import with_options
@@ -126,7 +126,7 @@ def attention(
                 specs=(spec,), kv_heads=kv_heads, query_group=query_group, head_dim=head_dim,
                 dtype=cache_dtype, query_dtype=cache_dtype, cache_dtype=cache_dtype, tables=tables,
                 num_blocks=num_blocks, max_num_seqs=users, max_num_batched_tokens=users * count,
-                verify_size=0, compile_region=compiler, compiles=True, policy=policy, device=CPU,
+                few_tokens=0, compile_region=compiler, compiles=True, policy=policy, device=CPU,
                 in_strips=True,
             )  # fmt: skip
             sides: tuple[Kernels, Kernels]

@@ -85,7 +85,7 @@ class AttentionContext:
     [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of
     attention's output. cache_dtype: of keys and values. tables: of the KV group that these layers belong to.
     num_blocks: of its pool, the null block included. in_strips: whether keys and values are stored so
-    (``kernels_triton_free.strips``). max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size:
+    (``kernels_triton_free.strips``). max_num_seqs, max_num_batched_tokens: of a step, at most. few_tokens:
     see ``in_step_order``.
     compile_region: turns a function of tensors into what is called in its place. compiles: whether that is
     compiled code. policy: the choices for this device.
@@ -102,7 +102,7 @@ class AttentionContext:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    verify_size: int
+    few_tokens: int
     compile_region: CompileRegion
     compiles: bool
     policy: DevicePolicy
