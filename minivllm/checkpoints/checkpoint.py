@@ -220,7 +220,7 @@ def iterate_weights(
         )
     else:
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
-        experts = ExpertTensors(expected, family.transposes_experts)
+        experts = ExpertTensors(expected, family.transposes_experts, family.may_transpose_experts)
         num_layers = decoder_config.num_layers
         weights = _safetensors_weights(
             Path(model_path), family, num_layers, experts, expected, dtype, packed, wants

@@ -5,7 +5,8 @@ The decoder's names are ``model.layers.0.mlp.experts.3.gate_proj.weight`` and so
 Stored tensors are
 
     mlp.experts.gate_up_proj [experts, 2 * inner, hidden]     gates above, as transformers 5 stacks them
-    mlp.experts.gate_up_proj [experts, hidden, 2 * inner]     transposed, gates and ups in turn: gpt-oss
+    mlp.experts.gate_up_proj [experts, hidden, 2 * inner]     transposed: Qwen3-VL
+                                                              and gates and ups in turn: gpt-oss
     mlp.experts.gate_proj.weight [experts, inner, hidden]     as GGUF files hold them
 
 and ``down_proj`` in the same way, biases without the input's dimension.
@@ -61,14 +62,18 @@ class ExpertTensors:
     """Stacked tensors of a checkpoint: the experts that they hold, and how they are split.
 
     expected: shapes of all weights of the decoder.
-    is_transposed: stacks lie [in, out], gates and ups in turn.
+    is_transposed: stacks lie [in, out], gates and ups in turn. may_be_transposed: they do if their shape says
+    so, gates above.
     """
 
-    def __init__(self, expected: Mapping[str, Shape], is_transposed: bool = False) -> None:
+    def __init__(
+        self, expected: Mapping[str, Shape], is_transposed: bool = False, may_be_transposed: bool = False
+    ) -> None:
         matches = (_EXPERT.fullmatch(name) for name in expected)
         self._counts = Counter(match[1] for match in matches if match is not None)
         self._expected = expected
         self._is_transposed = is_transposed
+        self._may_be_transposed = may_be_transposed
 
     def unstacked(
         self, found: Mapping[str, Shape], file_of: Mapping[str, Path]
@@ -83,7 +88,7 @@ class ExpertTensors:
                 shapes[name], files[name] = shape, file_of[name]
                 continue
             whole = self._shape(stack)
-            if shape != whole:
+            if shape != whole and not (self._may_be_transposed and shape == (whole[0], *whole[:0:-1])):
                 raise ModelError(
                     f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but {whole[0]} experts of "
                     "this "
@@ -121,6 +126,11 @@ class ExpertTensors:
                     yield own, RestoredWeight(values)
                 else:
                     assert isinstance(weight, QuantizedWeight)
+                    if self._may_be_transposed:
+                        raise ModelError(
+                            f"Tensor {name!r} holds quantised experts, which this family's checkpoints may "
+                            "store transposed: they are read unquantised only."
+                        )
                     height = self._expected[own][0]
                     first = expert * len(stack.parts) * height
                     if self._is_transposed:
@@ -133,6 +143,8 @@ class ExpertTensors:
         """Part ``index`` of an expert's tensor that holds ``count`` of them."""
         if self._is_transposed:
             return (whole.T if whole.ndim == 2 else whole)[index::count].contiguous()
+        if self._may_be_transposed and whole.shape != (count * shape[0], *shape[1:]):
+            whole = whole.T.contiguous()
         return whole[index * shape[0] : (index + 1) * shape[0]]
 
     def _stack(self, name: str) -> _Stack | None:

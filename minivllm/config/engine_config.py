@@ -85,6 +85,7 @@ class ImagesConfig:
     most_embeds: int
     """Embeddings of the largest image."""
     bytes_per_embed: int
+    """Of all levels."""
     most_in_prompt: int
     """Images of a prompt."""
     least_batched_tokens: int
@@ -95,6 +96,9 @@ class ImagesConfig:
     """Of embeddings, at least the largest image's."""
     pixel_bytes: int = 256 * 2**20
     """Most pixels that the engine core holds."""
+    deeper_levels: int = 0
+    """Levels of features that are added after as many of the first layers, besides those in place of
+    embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True)

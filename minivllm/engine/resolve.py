@@ -33,6 +33,7 @@ from minivllm.families.makers.registry import load_family
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
+from minivllm.models.decoder.stages import check_deeper_levels
 from minivllm.models.shards import agrees_on_scales, check_layout
 from minivllm.multimodal.facts import find_images
 from minivllm.sampling.logits_processors import load_logits_processors
@@ -124,6 +125,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         max_num_seqs=max_num_seqs,
     )
     if images is not None:
+        if images.deeper_levels and isinstance(facts, DecoderConfig):
+            check_deeper_levels(facts, args.pipeline_parallel_size, images.deeper_levels)
         token_budget = max(token_budget, images.least_batched_tokens)
     config = EngineConfig(
         model=args.model,

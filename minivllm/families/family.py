@@ -106,7 +106,7 @@ class Family:
     value of every key comes first, then the second of every key.
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of
     config.json. transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn
-    (gpt-oss).
+    (gpt-oss). may_transpose_experts: they lie [in, out] or [out, in], as their shape says, gates above.
     fit: (this family, configuration) -> the same where what is said here depends on the configuration.
     rewrite_weight: (name in the decoder, tensor,
     configuration) -> the tensor this decoder needs in its place;
@@ -135,6 +135,7 @@ class Family:
     gguf_tiles_values: bool = False
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
+    may_transpose_experts: bool = False
     fit: Callable[[Family, DecoderConfig], Family] | None = None
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
 

@@ -116,11 +116,11 @@ def _axes(rope: Entries, dim: int) -> tuple[int, ...]:
     sections = rope.get("mrope_section")
     if sections is None:
         return ()
-    half = dim // 2
+    half, in_turns = dim // 2, rope.get("mrope_interleaved")
     are_counts = isinstance(sections, list) and all(type(count) is int and count >= 0 for count in sections)
-    if not are_counts or len(sections) != 3 or sum(sections) != half:
+    if not are_counts or len(sections) != 3 or (sum(sections) != half and not in_turns):
         raise rope.refuse("mrope_section", sections, f"must list three counts that add up to {half}")
-    if not rope.get("mrope_interleaved"):
+    if not in_turns:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     return tuple(
         number % 3 if number % 3 and number < 3 * sections[number % 3] else 0 for number in range(half)

@@ -50,11 +50,13 @@ class ImageRows(NamedTuple):
     """Tokens that stand for parts of images.
 
     features: [tokens, hidden], in the rows of these tokens what takes the place of their embeddings.
-    is_image: bool [tokens].
+    is_image: bool [tokens]. deeper: of each level that the model adds after one of its first layers, what is
+    added: [tokens, hidden], with zeros in the rows of all other tokens.
     """
 
     features: Tensor
     is_image: Tensor
+    deeper: tuple[Tensor, ...] = ()
 
 
 class TokenInputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.config import EngineArgs, ImagesConfig
 from minivllm.errors import ModelError
-from minivllm.multimodal.spans.families import FAMILIES, make_expansion
+from minivllm.multimodal.spans.families import FAMILIES, deeper_levels, make_expansion
 from minivllm.multimodal.spans.span import Expansion
 
 MOST_IMAGES = 8
@@ -93,7 +93,8 @@ def find_images(
     if reason:
         return None, reason
     unit_embeds, most_embeds = expansion.unit_embeds, expansion.most_embeds
-    bytes_per_embed = hidden_size * (4 if dtype == "float32" else 2)
+    levels = deeper_levels(config, str(directory))
+    bytes_per_embed = hidden_size * (1 + levels) * (4 if dtype == "float32" else 2)
     encoder_budget = max(args.max_num_batched_encoder_embeds or max(budget, least), unit_embeds)
     asked_bytes = args.encoder_cache_bytes or 2 * most_embeds * bytes_per_embed
     return (
@@ -109,6 +110,7 @@ def find_images(
             least_batched_tokens=least,
             max_num_batched_embeds=encoder_budget,
             encoder_cache_bytes=max(asked_bytes, most_embeds * bytes_per_embed),
+            deeper_levels=levels,
         ),
         "",
     )

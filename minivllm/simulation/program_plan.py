@@ -43,6 +43,7 @@ def _plan(config: EngineConfig, facts: DecoderConfig, number: int, images: bool)
         max_model_len=config.scheduler.max_model_len,
         communicator=Absent(0, ranks) if ranks > 1 else None,
         stage=Stage(number, config.pipeline_parallel_size),
+        deeper_levels=0 if config.images is None or number else config.images.deeper_levels,
     )
     shapes = expected_shapes(facts).items()
     decoder.load_weights(

@@ -169,7 +169,8 @@ class Worker:
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
         if self._images is not None and self.config.images is not None:
             self._images.encode_zeros(self.config.images.max_num_batched_embeds)
-        run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
+        with nullcontext() if self._images is None else self._images.everywhere():
+            run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
     def initialize_pools(self, num_blocks: list[int], block_bytes: list[int]) -> None:
         """``initialize`` with pools of so many blocks, one number for each KV group.

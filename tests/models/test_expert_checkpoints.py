@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.expert_tensors import ExpertTensors
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.models.reference import reference_forward
@@ -281,3 +282,11 @@ def test_a_router_is_read_as_it_is_stored_whatever_the_model_computes_in(
             assert torch.equal(tensor.float(), exact[name]) is (
                 ".gate." in name or name.endswith("shared_expert_gate")
             )
+
+
+def test_quantised_experts_that_may_lie_transposed_are_refused() -> None:
+    experts = ExpertTensors({f"{PREFIX}0.down_proj.weight": (4, 8)}, may_be_transposed=True)
+    codes, scale = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1)
+    weight = GroupedWeight(codes, scale, scale, bits=4)
+    with pytest.raises(ModelError, match=r"experts\.down_proj' holds quantised experts"):
+        list(experts.split(f"{PREFIX}down_proj", weight))

@@ -11,7 +11,7 @@ import pytest
 
 from minivllm import LLM
 from minivllm.engine.core import EngineCore
-from tests.multimodal.models import KINDS, save
+from tests.multimodal.models import KINDS, WITH_EXPERTS, save
 
 MakeEngine = Callable[..., Any]
 
@@ -19,7 +19,7 @@ MakeEngine = Callable[..., Any]
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind of model -> where it is saved."""
-    return {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    return {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in (*KINDS, *WITH_EXPERTS)}
 
 
 @contextmanager

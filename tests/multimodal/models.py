@@ -37,7 +37,15 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
@@ -227,6 +235,51 @@ def save_grid(directory: Path, kind: str = "qwen2.5-vl") -> Path:
     return _save(directory, model, Qwen2VLImageProcessorPil(size=size, patch_size=4))
 
 
+def save_grid_of_qwen3(directory: Path, kind: str = "qwen3-vl") -> Path:
+    """As ``save_grid``. Features of two more levels are added after the first two layers; in a Qwen3.5 none
+    are, but every second layer keeps a state. "moe" in the kind: with experts."""
+    text = text_config(num_hidden_layers=4).to_dict()
+    for name in ("model_type", "architectures", "rope_theta", "rope_scaling"):
+        text.pop(name, None)
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [5, 2, 1]}
+    text["rope_parameters"] = {**rotary, "mrope_interleaved": True}
+    vision: dict[str, Any] = {
+        "depth": 3,
+        "num_heads": 4,
+        "patch_size": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 25,
+    }
+    common: dict[str, Any] = {"image_token_id": 2, "tie_word_embeddings": False}
+    if kind.endswith("moe"):
+        text |= {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
+        text |= {"shared_expert_intermediate_size": 48}
+    classes: dict[str, tuple[Any, Any]] = {
+        "qwen3-vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+        "qwen3-vl-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+        "qwen3.5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+        "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    }
+    if kind.startswith("qwen3-vl"):
+        vision["deepstack_visual_indexes"] = [0, 2]
+    else:
+        text |= {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    config_class, model_class = classes[kind]
+    model = model_class(config_class(vision_config=vision, text_config=text, **common))
+    size = {"shortest_edge": 4 * 64, "longest_edge": 36 * 64}
+    return _save(directory, model, Qwen2VLImageProcessorPil(size=size, patch_size=4))
+
+
 def save_canvas(directory: Path, kind: str = "internvl") -> Path:
     """Tiles of 16 × 16 pixels with 4 embeddings each, at most 5 of them and the whole image."""
     text = text_config().to_dict()
@@ -313,7 +366,7 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
         images = GotOcr2ImageProcessorPil.from_pretrained(directory)
         with patch.object(ProcessorMixin, "check_argument_for_proper_class"):  # it has no part for videos
             return model, InternVLProcessor(images, tokenizer, None, image_seq_length=4)
-    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+    if model.config.model_type.startswith("qwen"):
         images = Qwen2VLImageProcessorPil.from_pretrained(directory)
         tokenizer.image_token, tokenizer.image_token_id, tokenizer.video_token = "<image>", 2, "<video>"
         with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
@@ -363,6 +416,8 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
 KINDS = (
     "qwen2-vl",
     "qwen2.5-vl",
+    "qwen3-vl",
+    "qwen3.5",
     "clip",
     "siglip",
     "idefics3",
@@ -375,14 +430,20 @@ KINDS = (
 )
 
 
+WITH_EXPERTS = ("qwen3-vl-moe", "qwen3.5-moe")
+"""Like the kinds before "-moe", but for the language model."""
+
+
 def save(directory: Path, kind: str) -> Path:
-    """A model of one of KINDS."""
+    """A model of one of KINDS, or WITH_EXPERTS."""
     if kind == "gemma3":
         return save_gemma3(directory)
     if kind in ("pixtral", "mistral3"):
         return save_lines(directory, kind)
     if kind.startswith("internvl"):
         return save_canvas(directory, kind)
+    if kind.startswith("qwen3"):
+        return save_grid_of_qwen3(directory, kind)
     if kind.startswith("qwen"):
         return save_grid(directory, kind)
     return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from minivllm import SamplingParams
+from minivllm.batch.step_inputs import StepInputs
+from minivllm.models.model import ImageRows
 from minivllm.multimodal.items import PixelTensors
 from tests.multimodal.conftest import core_of, engine
 from tests.multimodal.models import expected, picture, prompt
@@ -16,11 +18,11 @@ from tests.multimodal.models import expected, picture, prompt
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm"))
+@pytest.mark.parametrize("kind", ("clip", "smolvlm", "qwen3-vl"))
 def test_a_cache_of_one_image_serves_many(directories: dict[str, Path], kind: str) -> None:
     directory = directories[kind]
     prompts = [
-        (f"<s>{number}<image>and<image>", [picture(number), picture(number + 1)]) for number in range(5)
+        (f"<s>{number}<image>and<image>.", [picture(number), picture(number + 1)]) for number in range(5)
     ]
     settings = {"encoder_cache_bytes": 1, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 128}
     with engine(directory, **settings) as llm:
@@ -44,11 +46,12 @@ def test_pixels_have_a_bound_and_all_requests_end(directories: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("caches", (True, False))
-def test_preempted_requests_answer_the_same(directories: dict[str, Path], caches: bool) -> None:
+@pytest.mark.parametrize("kind", ("clip", "qwen3-vl", "qwen3.5"))
+def test_preempted_requests_answer_the_same(directories: dict[str, Path], kind: str, caches: bool) -> None:
     """Answers grow until blocks run out: victims come back with the encoding, or without."""
-    directory = directories["clip"]
+    directory = directories[kind]
     params = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
-    prompts = [(f"<s>{number}<image>", [picture(number)]) for number in range(4)]
+    prompts = [(f"<s>{number}<image>.", [picture(number)]) for number in range(4)]
     settings = {"num_gpu_blocks_override": 11, "max_model_len": 96, "encoder_cache_bytes": 1}
     with engine(directory, enable_prefix_caching=caches, **settings) as llm:
         outputs = llm.generate([prompt(text, *images) for text, images in prompts], params)
@@ -136,3 +139,34 @@ def test_sleep_and_new_weights_forget_images(directories: dict[str, Path]) -> No
             (output,) = llm.generate(prompt(text, *images), GREEDY)
             assert output.outputs[0].token_ids == expected(directory, text, images, 4)[0]
             assert output.num_cached_tokens == 0
+
+
+def test_memory_is_measured_with_images_in_every_row(directories: dict[str, Path]) -> None:
+    """The largest step holds the features of all levels beside what a text takes."""
+    with engine(directories["qwen3-vl"], max_num_batched_tokens=48) as llm:
+        worker = core_of(llm).executor.worker  # type: ignore[attr-defined]
+        made: list[ImageRows] = []
+        plain = worker._images.rows
+
+        def rows(inputs: StepInputs) -> ImageRows:
+            made.append(plain(inputs))
+            return made[-1]
+
+        worker._images.rows = rows
+        worker._profile_step()
+    (images,) = made
+    assert [tensor.shape for tensor in (images.features, *images.deeper)] == [(48, 64)] * 3
+    assert images.is_image.all()
+
+
+def test_bytes_of_an_image_count_all_levels(directories: dict[str, Path]) -> None:
+    with engine(directories["qwen3-vl"]) as llm:
+        config = llm.llm_engine.config.images
+        assert config is not None
+        llm.generate(prompt("<s><image>.", picture(0, 40, 24)), GREEDY)
+        encodings = core_of(llm).encodings
+        assert encodings is not None
+        assert (
+            encodings.num_bytes == 3 * 5 * 64 * 4 * 3
+        )  # squares of 8 x 8 pixels, hidden size, float32, levels
+        assert config.encoder_cache_bytes == 2 * 36 * 64 * 4 * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace as replace_struct
+from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
+from minivllm.errors import ModelError
 from tests.multimodal.conftest import core_of, engine
-from tests.multimodal.models import KINDS, expected, picture, prompt
+from tests.multimodal.models import KINDS, WITH_EXPERTS, expected, picture, prompt
 
 NUM_TOKENS = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
@@ -31,7 +34,7 @@ def check(llm: LLM, directory: Path, text: str, images: list[Any]) -> None:
             assert entry.logprob == pytest.approx(float(logprobs[place, token]), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *WITH_EXPERTS))
 def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) -> None:
     directory = directories[kind]
     with engine(directory) as llm:
@@ -45,7 +48,24 @@ def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) 
         check(llm, directory, "<s>Only words.", [])
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm", "mistral3"))
+def test_published_experts_lie_transposed(directories: dict[str, Path], tmp_path: Path) -> None:
+    """Those that transformers 5 saves do not."""
+    source = directories["qwen3-vl-moe"]
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    stored = load_file(source / "model.safetensors")
+    stacks = [name for name in stored if ".mlp.experts." in name]
+    assert len(stacks) == 8
+    turned = {name: stored[name].transpose(1, 2).contiguous() for name in stacks}
+    save_file({**stored, **turned}, tmp_path / "model.safetensors", {"format": "pt"})
+    with engine(tmp_path) as llm:
+        check(llm, tmp_path, "<s>Look at <image> and say", [picture(0)])
+    misshapen = {stacks[0]: stored[stacks[0]][:, 1:].contiguous()}
+    save_file({**stored, **misshapen}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="6 experts of this configuration make"), engine(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("kind", ("clip", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5"))
 @pytest.mark.parametrize("budget", (7, 16, 31))
 def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
     directory = directories[kind]
@@ -79,7 +99,9 @@ def test_images_that_see_themselves_are_never_cut(
         assert all(sum(step.num_scheduled_tokens.values()) <= budget for step in steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "qwen3.5"]
+)  # steps end at a state's snapshot
 def test_a_prompt_that_fits_is_one_step(directories: dict[str, Path], kind: str) -> None:
     with engine(directories[kind]) as llm:
         llm.generate(prompt("<s>a<image>bc<image>d", picture(0), picture(1)), SamplingParams(max_tokens=1))

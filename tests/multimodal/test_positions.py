@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from minivllm.families.entries import Entries
 from minivllm.families.rotary import read_rotary_set
 from minivllm.messages import ImageItem
 from tests.multimodal.conftest import engine
-from tests.multimodal.models import picture, prompt, reference
+from tests.multimodal.models import expected, picture, prompt, reference
 
 GRIDS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5)), max_size=4)
 
@@ -53,7 +55,7 @@ def test_positions_are_those_of_transformers(
     assert later.tolist() == [[len(types) + number + shift_after(items)] * 3 for number in range(3)]
 
 
-@pytest.mark.parametrize("kind", ("qwen2-vl", "qwen2.5-vl"))
+@pytest.mark.parametrize("kind", ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"))
 def test_an_answer_after_an_image_goes_on_after_its_largest_position(
     directories: dict[str, Path], kind: str
 ) -> None:
@@ -77,6 +79,28 @@ def test_an_answer_after_an_image_goes_on_after_its_largest_position(
     with engine(directories[kind]) as llm:
         (output,) = llm.generate(prompt(text, image), params)
     assert output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("kind", ("qwen3-vl", "qwen3.5"))
+def test_sections_that_are_not_given_are_those_of_transformers(
+    directories: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(directories[kind], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rotary = config["text_config"]["rope_parameters"]
+    del rotary["mrope_section"], rotary["mrope_interleaved"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text, image = "<s>Look at <image> and say", picture(0, 60, 40)
+    tokens, logits = expected(tmp_path, text, [image], 4)
+    assert (logits - expected(directories[kind], text, [image], 4)[1]).abs().max() > 0.01
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=4)
+    with engine(tmp_path) as llm:
+        completion = llm.generate(prompt(text, image), params)[0].outputs[0]
+    assert completion.token_ids == tokens and completion.logprobs is not None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    for place, entries in enumerate(completion.logprobs):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(logprobs[place, token]), abs=1e-4)
 
 
 def test_axes_of_frequencies_follow_from_sections() -> None:

@@ -55,10 +55,18 @@ CASES |= {
             for case in CASES
         ),
         pytest.param("qwen2.5-vl", "TP 2 and PP 2", id="TP 2 and PP 2, positions in space"),
+        pytest.param("qwen3-vl", "TP 2 and PP 2", id="TP 2 and PP 2, deeper features"),
+        pytest.param("qwen3-vl", "n-gram drafts", id="n-gram drafts, deeper features"),
+        pytest.param("qwen3.5", "TP 2 and PP 2", id="TP 2 and PP 2, states"),
         *(
             pytest.param("qwen2.5-vl", case, marks=pytest.mark.slow, id=f"{case}, positions in space")
             for case in COMPILED
         ),
+        *(
+            pytest.param("qwen3-vl", case, marks=pytest.mark.slow, id=f"{case}, deeper features")
+            for case in COMPILED
+        ),
+        pytest.param("qwen3.5", "compiled, PP 2", marks=pytest.mark.slow, id="compiled, PP 2, states"),
     ],
 )
 def test_answers_are_those_of_transformers(directories: dict[str, Path], kind: str, case: str) -> None:
@@ -95,7 +103,7 @@ def test_a_draft_model_reads_text_only(directories: dict[str, Path], tmp_path: P
         assert llm.llm_engine.stats().num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm"))
+@pytest.mark.parametrize("kind", ("clip", "smolvlm", "qwen3-vl"))
 def test_adapters_act_on_the_language_model(directories: dict[str, Path], tmp_path: Path, kind: str) -> None:
     directory = directories[kind]
     model, _ = reference(directory)

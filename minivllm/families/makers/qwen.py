@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from minivllm.families.experts import (
     shared_mlp,
     with_experts,
 )
-from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part, tied_text_part
+from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, tied_text_part
 from minivllm.families.gguf_entries import head_dim, layer_kinds
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import GatedDeltaSpec, LayerSpec, MoeSpec, SelfAttentionSpec
@@ -129,6 +129,39 @@ def _vl(architecture: str, model_type: str) -> Family:
 _VL_FAMILIES = (
     _vl("Qwen2VLForConditionalGeneration", "qwen2_vl"),
     _vl("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+)
+
+
+def _rotated_in_turns(sections: Sequence[int]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """The language model of a checkpoint whose frequencies belong to time, row and column in turns, as
+    transformers does whatever the configuration says. sections: how many, where it does not say."""
+
+    def rewritten(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = tied_text_part(entries)
+        name = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+        given = text.get(name) or {}
+        if not isinstance(given, Mapping):
+            return text  # refused where it is read
+        return {**text, name: {"mrope_section": [*sections], **given, "mrope_interleaved": True}}
+
+    return rewritten
+
+
+_VL3 = replace(
+    _QWEN_FAMILIES[1],
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl",
+    gguf_architecture=None,
+    defaults={
+        **_QWEN_FAMILIES[1].defaults,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+    },
+    describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="per head"),
+    has_windows=False,
+    rewrite_config=_rotated_in_turns((24, 20, 20)),
+    prefixes=TEXT_PREFIXES,
+    left_out=("model.visual.",),
 )
 _INTERNVL = replace(
     _QWEN_FAMILIES[0],
@@ -446,7 +479,7 @@ def _with_images(family: Family, architecture: str, model_type: str) -> Family:
         architecture=architecture,
         model_type=model_type,
         gguf_architecture=None,  # published as the text part alone
-        rewrite_config=text_part,
+        rewrite_config=_rotated_in_turns((11, 11, 10)),
         prefixes={"model.language_model.": "model."},
         left_out=(*_NEXT_DRAFTS, "model.visual."),
     )
@@ -460,4 +493,42 @@ _QWEN_NEXT_FAMILIES = (
     _with_images(_QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )
 
-FAMILIES = (*_QWEN_FAMILIES, _INTERNVL, *_VL_FAMILIES, *_QWEN_MOE_FAMILIES, *_QWEN_NEXT_FAMILIES)
+_VL3_MOE = replace(
+    _VL3,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe",
+    defaults=defaults(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=128000,
+        rope_theta=500000.0,
+        decoder_sparse_step=1,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=4,
+        num_experts=60,
+        norm_topk_prob=True,
+        mlp_only_layers=None,
+    ),
+    describe=partial(
+        with_experts,
+        experts=qwen_experts,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="per head",
+    ),
+    may_transpose_experts=True,
+)
+
+FAMILIES = (
+    *_QWEN_FAMILIES,
+    _INTERNVL,
+    *_VL_FAMILIES,
+    _VL3,
+    _VL3_MOE,
+    *_QWEN_MOE_FAMILIES,
+    *_QWEN_NEXT_FAMILIES,
+)

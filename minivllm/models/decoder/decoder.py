@@ -26,7 +26,7 @@ from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
 from minivllm.models.decoder.layer import DecoderLayer
-from minivllm.models.decoder.program import decoder_program
+from minivllm.models.decoder.program import decoder_program, image_inputs
 from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.mixers.attention import SelfAttention
 from minivllm.models.model import Attend, Hidden, HiddenTap, ImageRows, TokenInputs
@@ -64,6 +64,7 @@ class Decoder:
         stage: Stage | None = None,
         embeds_last: bool = False,
         sees: bool = False,
+        deeper_levels: int = 0,
         in_space: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
@@ -73,8 +74,9 @@ class Decoder:
         experts. choose_method: picks the quantised method of each linear layer, if it gets one.
         cache_dtype: of the KV cache, if it is not attention_dtype.
         stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage
-        has the embedding too, for a head that drafts there. sees: some steps have images. in_space: images
-        are rotated in space, if the configuration says how.
+        has the embedding too, for a head that drafts there. sees: some steps have images. deeper_levels: of
+        their features, added after as many layers. in_space: images are rotated in space, if the
+        configuration says how.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
         self._communicator = communicator
@@ -127,6 +129,7 @@ class Decoder:
         self._declared: tuple[TokenInputs, Sequence[LayerCache]]
         self._step: BoundProgram
         self._sees = sees
+        self._deeper_levels = deeper_levels
         self._seeing: BoundProgram | None = None
         self._final: BoundProgram | None = None
         self._programs: list[BoundProgram] = []
@@ -280,8 +283,8 @@ class Decoder:
         inputs = dict(program_inputs(tokens, [layer.own_cache(cache) for layer, cache in zip(own, caches)]))
         if tokens.images is not None:
             rows = inputs.pop("rows")  # the last input always
-            inputs |= {**tokens.images._asdict(), "rows": rows}
-        program = decoder_program(self, own, self._vocabulary_widths, with_images=tokens.images is not None)
+            inputs |= {**image_inputs(tokens.images), "rows": rows}
+        program = decoder_program(self, own, self._vocabulary_widths, images=tokens.images)
         return fuse(program, inputs, ranks=self.shard.size, results=(result,) if self.stage.is_last else ())
 
     def build_regions(
@@ -304,7 +307,7 @@ class Decoder:
         """The same specs, of a step with images."""
         is_image: Any = TensorSpec((TOKENS,), torch.bool, self.device)
         features: Any = self.stream_spec
-        return tokens._replace(images=ImageRows(features, is_image))
+        return tokens._replace(images=ImageRows(features, is_image, (features,) * self._deeper_levels))
 
     def _bind(
         self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits"
@@ -348,7 +351,8 @@ class Decoder:
             hidden = self._step.body(token_ids, tokens, caches, world)
         else:
             assert self._seeing is not None, "this decoder was made to read text only"
-            hidden = self._seeing.body(token_ids, tokens, caches, world, *tokens.images)
+            more = image_inputs(tokens.images).values()
+            hidden = self._seeing.body(token_ids, tokens, caches, world, *more)
         if tap is not None:
             tap.take(wanted, hidden, tokens, caches)
         return hidden

@@ -6,6 +6,7 @@
                  Attend                             attention over the cache                  o
                  mixer.after_attention, Sum         o-proj                                    x
                  AddNorm, MLP, Sum                  norm -> gate, up -> down                  x
+                 Add                                deeper features of images, in some models x
     AddNorm, Head, Gather, or Add and Send                                                    logits
 
 Fused for one rank, only attention cuts it, so the MLP of one layer and the projections of the next become one
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.mixers.mixer import LayerContext
+from minivllm.models.model import ImageRows
 from minivllm.models.norms import AddNorm, make_norm
 from minivllm.models.pieces import Add
-from minivllm.program.program import Piece, Program, Seam
+from minivllm.program.program import Name, Piece, Program, Seam
 from minivllm.program.seams import Gather, Pick, Receive, Send, Sum
 from minivllm.specs.caches import ROWS
 
@@ -87,14 +89,15 @@ def decoder_program(
     layers: Sequence[DecoderLayer],
     vocabulary_widths: Sequence[int],
     *,
-    with_images: bool = False,
+    images: ImageRows | None = None,
 ) -> Program:
     """The program of a decoder's stage. layers: all of the stage, or the first ones, for an early exit.
 
-    vocabulary_widths: tokens of the vocabulary that each rank has. with_images: of steps in which some tokens
-    stand for images; two more inputs say which, and what.
+    vocabulary_widths: tokens of the vocabulary that each rank has. images: specs of steps in which some
+    tokens stand for images; ``image_inputs`` says which, and what.
     """
     config, stage = decoder.config, decoder.stage
+    levels = 0 if images is None else len(images.deeper)
     stream = decoder.stream_spec
     items: list[Piece | Seam] = []
     if stage.is_first:
@@ -107,7 +110,7 @@ def decoder_program(
             Sum("stream", stream),
             *(
                 [Piece(Overlay(), ("stream", "features", "is_image"), {"stream": stream})]
-                if with_images
+                if images is not None
                 else []
             ),
         ]
@@ -125,6 +128,7 @@ def decoder_program(
             *layer.after_attention(context, is_shared),
             *([Pick()] if is_last and is_shared else []),
             *layer.leave(stream),
+            *([Piece(Add(), ("x", f"deep.{number}"), {"x": stream})] if number < levels else []),
         ]
     if not stage.is_last:
         return [*items, Piece(Add(), ("stream", "x"), {"stream": stream}), Send()]
@@ -139,6 +143,12 @@ def decoder_program(
         Piece(head, ("h",), {"logits": part}, lambda: (decoder.head.tensors,)),
         Gather("logits", logits, vocabulary_widths),
     ]
+
+
+def image_inputs(images: ImageRows) -> Mapping[Name, Any]:
+    """The registers that only steps with images have. "deep.n" is added after layer n."""
+    deeper = {f"deep.{number}": added for number, added in enumerate(images.deeper)}
+    return {"features": images.features, "is_image": images.is_image, **deeper}
 
 
 def _vectors_of(layer: DecoderLayer) -> Callable[[], Mapping[str, Tensor]]:

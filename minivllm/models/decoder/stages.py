@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.distributed.stage import Stage, divide_layers
+from minivllm.errors import ConfigError
 from minivllm.linear.factory import LinearFactory
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.specs.decoder import DecoderConfig
@@ -21,6 +22,19 @@ def layers_of(stage: Stage, config: DecoderConfig) -> range:
     costs[0] += config.hidden_size
     costs[-1] += config.hidden_size * config.vocab_size
     return divide_layers(costs, stage.size)[stage.number]
+
+
+def check_deeper_levels(config: DecoderConfig, num_stages: int, levels: int) -> None:
+    """Raises ConfigError unless the first of so many stages can add ``levels`` levels of features of images,
+    one after each of its first layers. After the last layer of the model it cannot: the end of that layer is
+    computed for picked tokens only."""
+    most = len(layers_of(Stage(0, num_stages), config)) - (num_stages == 1)
+    if levels > most:
+        raise ConfigError(
+            f"Features of images are added after the first {levels} layers of this model, but only {most} of "
+            f"them can be in the first stage if pipeline_parallel_size is {num_stages}: lower it, or use "
+            "limit_mm_per_prompt={'image': 0} to serve the model without images."
+        )
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:

@@ -24,7 +24,8 @@ class EncodedImages:
     def __init__(self, eye: Eye, config: ImagesConfig) -> None:
         self.eye = eye
         self._config = config
-        self._hidden = config.bytes_per_embed // eye.dtype.itemsize
+        self._width = config.bytes_per_embed // eye.dtype.itemsize
+        self._levels = 1 + config.deeper_levels
         self._embeds: dict[bytes, Tensor] = {}
         self._is_everywhere = False
 
@@ -54,10 +55,10 @@ class EncodedImages:
                 done += count
 
     def _keep(self, units: UnitsToEncode, encoded: Tensor) -> None:
-        """encoded: [units, embeds, hidden]."""
+        """encoded: [units, embeds, levels · hidden]."""
         kept = self._embeds.get(units.digest)
         if kept is None:
-            kept = self._embeds[units.digest] = encoded.new_empty(units.num_embeds, self._hidden)
+            kept = self._embeds[units.digest] = encoded.new_empty(units.num_embeds, self._width)
         size = encoded.shape[1]
         kept[units.first * size : (units.first + len(encoded)) * size] = encoded.flatten(0, 1)
 
@@ -72,7 +73,8 @@ class EncodedImages:
     def rows(self, inputs: StepInputs) -> ImageRows:
         """What the tokens of a step take from images, in the order of its tokens, padding included."""
         num_tokens, device = len(inputs.token_ids), self.eye.device
-        features = torch.zeros(num_tokens, self._hidden, dtype=self.eye.dtype, device=device)
+        shape = (self._levels, num_tokens, self._width // self._levels)
+        features = torch.zeros(shape, dtype=self.eye.dtype, device=device)
         is_image = torch.full((num_tokens,), self._is_everywhere, device=device)
         first_token = 0
         for row in inputs.rows:
@@ -84,11 +86,12 @@ class EncodedImages:
                     if begin < end:
                         start = number + begin - item.offset - first
                         place = slice(first_token + begin - row.start, first_token + end - row.start)
-                        features[place] = self._embeds[item.digest][start : start + end - begin]
+                        embeds = self._embeds[item.digest][start : start + end - begin]
+                        features[:, place] = embeds.unflatten(1, (self._levels, -1)).transpose(0, 1)
                         is_image[place] = True
                     number += count
             first_token += row.count
-        return ImageRows(features, is_image)
+        return ImageRows(features[0], is_image, tuple(features[1:]))
 
     # -- before the first request ------------------------------------------------------------------
 

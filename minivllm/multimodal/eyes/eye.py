@@ -26,7 +26,8 @@ Parts = dict[str, nn.Module]
 """Modules by the beginning of their names in a checkpoint, "model." left out."""
 
 Encode = Callable[[Tensor], Tensor]
-"""Normalised pixels [units, channels, height, width] -> embeddings [units, embeds, hidden]."""
+"""Normalised pixels [units, channels, height, width] -> embeddings [units, embeds, levels · hidden]: what
+takes the place of the language model's embeddings, then the deeper levels."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Eye:
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """uint8 [units, channels, height, width], on any device -> [units, embeds,
-        hidden] of the model's dtype."""
+        levels · hidden] of the model's dtype."""
         return self._encode(self._normalization(pixels.to(self.device)).to(self.dtype))
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -98,6 +99,10 @@ _FAMILIES = {
     "internvl": internvl_parts,
     "qwen2_vl": qwen_parts,
     "qwen2_5_vl": qwen_parts,
+    "qwen3_vl": qwen_parts,
+    "qwen3_vl_moe": qwen_parts,
+    "qwen3_5": qwen_parts,
+    "qwen3_5_moe": qwen_parts,
 }
 
 

@@ -27,12 +27,18 @@ _FAMILIES: Mapping[str, Make] = {
     "internvl": Canvas,
     "qwen2_vl": Grid,
     "qwen2_5_vl": Grid,
+    "qwen3_vl": Grid,
+    "qwen3_vl_moe": Grid,
+    "qwen3_5": Grid,
+    "qwen3_5_moe": Grid,
     "idefics3": Tiles,
     "smolvlm": Tiles,
     "gemma3": MarkedRun,
 }
 FAMILIES = tuple(_FAMILIES)
 """Whose images are served, by model_type."""
+_DEEPER_DEFAULTS: Mapping[str, Any] = {"depth": 27, "deepstack_visual_indexes": (8, 16, 24)}
+"""What transformers assumes of Qwen3-VL."""
 
 
 def make_expansion(
@@ -48,3 +54,21 @@ def make_expansion(
             f"({error!r}): "
             'start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
         ) from None
+
+
+def deeper_levels(config: Mapping[str, Any], source: str) -> int:
+    """Levels of an image's features that are added after the first layers of the language model (Qwen3-VL).
+
+    config: the entries of config.json in the directory ``source``. Raises ModelError where they do not say.
+    """
+    if config.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
+        return 0
+    vision = {**_DEEPER_DEFAULTS, **(config.get("vision_config") or {})}
+    layers, depth = vision["deepstack_visual_indexes"], vision["depth"]
+    are_numbers = isinstance(layers, list | tuple) and all(type(number) is int for number in (depth, *layers))
+    if not are_numbers or not set(layers) <= set(range(depth)) or len(set(layers)) < len(layers):
+        raise ModelError(
+            f"{source}/config.json: vision_config.deepstack_visual_indexes is {layers!r}, but must list "
+            f"different layers of the image encoder, of which there are {depth}."
+        )
+    return len(layers)

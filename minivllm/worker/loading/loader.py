@@ -55,8 +55,9 @@ class DecoderLoader:
         self, config: EngineConfig, facts: DecoderConfig, others: OtherWorkers, settings: Mapping[str, Any]
     ) -> Decoder:
         is_first = others.stage is None or others.stage.is_first
-        more: dict[str, Any] = {"sees": config.images is not None and is_first}
-        more["in_space"] = config.images is not None
+        more: dict[str, Any] = {"in_space": config.images is not None}
+        if config.images is not None and is_first:
+            more["sees"], more["deeper_levels"] = True, config.images.deeper_levels
         if config.speculative is not None and config.speculative.eagle_version is not None:
             more["embeds_last"] = True
         if others.group is not None:
