@@ -16,9 +16,8 @@ class StateRows(NamedTuple):
     and its place in it.
 
     Slot 0 holds zeros for ever: a request without a past reads it. Padding tokens are rows of their own
-    behind all others, which read slot 0 and write the last slot, of which nothing is read. A row may have no
-    tokens: it
-    writes what it reads.
+    behind all others, which read slot 0 and write the last slot, of which nothing is read. Rows of drafts
+    write that slot too. A row may have no tokens: it writes what it reads.
     """
 
     read: Tensor

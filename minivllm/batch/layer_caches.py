@@ -123,6 +123,35 @@ def allocate_caches(
         raise too_large(max(counts), num_tokens * block_bytes(model, 1)) from None
 
 
+def draft_input_bytes(model: Model) -> int:
+    """What the updates of all states are given of one token [bytes]."""
+    layers = zip(model.cache_specs, model.attention_specs)
+    return sum(
+        spec.widths[0] * cache.dtype.itemsize
+        for cache, spec in layers
+        if isinstance(cache, StateSpec) and isinstance(spec, StateMixerSpec)
+    )
+
+
+def allocate_draft_inputs(model: Model, num_drafts: int) -> list[tuple[Tensor, ...]]:
+    """Room in every layer that keeps a state for what its update is given of so many drafts: one tensor
+    [num_drafts, width]. None for other layers, and without drafts. Raises ConfigError if the memory cannot be
+    had."""
+    try:
+        return [
+            (_zeros((num_drafts, spec.widths[0]), cache.dtype, model.device),)
+            if num_drafts and isinstance(cache, StateSpec) and isinstance(spec, StateMixerSpec)
+            else ()
+            for cache, spec in zip(model.cache_specs, model.attention_specs)
+        ]
+    except (OSError, OverflowError, torch.OutOfMemoryError):
+        size = num_drafts * draft_input_bytes(model)
+        raise ConfigError(
+            f"The inputs of {num_drafts} drafts take {size / 2**30:.1f} GiB, which this machine does not "
+            "have: lower max_num_seqs or num_speculative_tokens."
+        ) from None
+
+
 def too_large(num_blocks: int, num_bytes: int) -> ConfigError:
     """That there is no memory for so many blocks."""
     return ConfigError(

@@ -5,8 +5,9 @@ The runner's model is one, and so is every draft model that has a cache of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor
 from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.registry import AttentionFactory, reads_strips
-from minivllm.batch.layer_caches import allocate_caches, copy_blocks
+from minivllm.batch.layer_caches import allocate_caches, allocate_draft_inputs, copy_blocks
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
-from minivllm.batch.state_tables import StateRowBuilder
+from minivllm.batch.states.replay import ReplayBuilder, ReplayRows
+from minivllm.batch.states.state_tables import StateRowBuilder
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
@@ -37,13 +39,14 @@ from minivllm.specs.layers import StateMixerSpec
 @dataclass(frozen=True)
 class RunnerLimits:
     """Sizes of the persistent buffers. groups: the KV groups of the model that is served. verify_size: most
-    tokens of a row whose drafts are verified, 0 for no drafts."""
+    tokens of a row whose drafts are verified, 0 for no drafts. num_drafts: most drafts of a row."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     groups: tuple[GroupSpec, ...]
     verify_size: int = 0
+    num_drafts: int = 0
 
     @property
     def max_step_rows(self) -> int:
@@ -54,9 +57,11 @@ class RunnerLimits:
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
-    caches: K and V of every layer, or its states, which nothing else holds. layers: of each layer, what it
-    keeps and how it attends. backends: those that go with the regions in use, one for each KV group and each
-    shape of queries and caches.
+    caches: K and V of every layer, or its states, which nothing else holds. draft_inputs: of every layer that
+    keeps a state what its update was given of the last drafts of each batch slot, see ``ReplayBuilder``;
+    empty for other layers, and without drafts. layers: of each layer, what it keeps and how it attends.
+    backends: those that go with the regions in use, one for each KV group and each shape of queries and
+    caches.
     """
 
     def __init__(
@@ -97,8 +102,16 @@ class PagedModel:
         self._state_rows = [
             StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states
         ]
+        self._replays = [
+            ReplayBuilder(
+                tables, limits.num_drafts, limits.max_num_seqs, limits.max_num_batched_tokens, model.device
+            )
+            for tables in states
+            if limits.num_drafts
+        ]
         self._updates: list[StateUpdate] = []
         self.caches: list[LayerCache | StateTensors] = []
+        self.draft_inputs: list[tuple[Tensor, ...]] = []
         self.allocate_caches()
         self.rows = RowCounts()
         self._builder = StepInputBuilder(
@@ -128,6 +141,8 @@ class PagedModel:
         groups = [self._limits.groups[group] for group in self._group_of]
         num_blocks, sizes = [group.num_blocks for group in groups], [group.block_size for group in groups]
         self.caches += allocate_caches(self.model, num_blocks, sizes, [cache for cache, _ in self.layers])
+        num_drafts = self._limits.max_num_seqs * self._limits.num_drafts
+        self.draft_inputs += allocate_draft_inputs(self.model, num_drafts)
 
     def copy_blocks(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy blocks of the layers of a KV group, sources to targets int64 [copies]."""
@@ -216,19 +231,38 @@ class PagedModel:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
         least = self.rows.of_step(sum(row.count for row in rows))
-        return self._builder.build(rows, max(padded, least), self._prepare)
+        prepare: Callable[[StepRows], Any] = self._prepare
+        if self._replays:
+            drafts = {row.request.slot: len(row.drafts) for row in rows if row.drafts}
+            prepare = partial(self._prepare, drafts=drafts)
+        return self._builder.build(rows, max(padded, least), prepare)
 
-    def _prepare(self, rows: StepRows) -> tuple[Any, ...]:
-        """What each backend, and then the update of each kind of state, wants to know of a step."""
+    def _prepare(self, rows: StepRows, drafts: Mapping[int, int] | None = None) -> tuple[Any, ...]:
+        """What each backend, and then the update of each kind of state, wants to know of a step.
+        drafts: batch slot -> how many tokens of its row are drafts, the last ones."""
         prepared: list[Any] = [backend.prepare(rows) for backend in self.backends]
-        for builder in self._state_rows:
+        for index, builder in enumerate(self._state_rows):
+            if self._replays:
+                replay = self._replays[index].build(rows, drafts or {}, self.rows.fewest, self._updates)
+                if replay is not None:
+                    prepared += [(replay, kind) for kind in range(len(self._updates))]
+                    continue
             state_rows, counts = builder.build(rows)
             prepared += [(state_rows, update.prepare(counts)) for update in self._updates]
         return tuple(prepared)
 
+    def has_replays(self, rows: Sequence[Row]) -> bool:
+        """Whether accepted drafts of these requests must get into their states, before these rows do."""
+        if not self._replays:
+            return False
+        slots = np.fromiter([row.request.slot for row in rows], np.int64, len(rows))
+        starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
+        return any(replay.has_replays(slots, starts) for replay in self._replays)
+
     def attend(self, inputs: StepInputs) -> Attend:
         """The attention of every layer over this step, or the update of its state."""
         caches, layers, backends, backend_of = self.caches, self.layers, self.backends, self._backend_of
+        draft_inputs = self.draft_inputs
 
         def attend(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
             index, cache, spec = backend_of[layer], caches[layer], layers[layer][1]
@@ -236,8 +270,12 @@ class PagedModel:
             if index >= len(backends):
                 assert isinstance(weights, tuple)
                 rows, prepared = metadata
+                update = self._updates[index - len(backends)]
                 with span("state"):
-                    return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, weights)
+                    if isinstance(rows, ReplayRows):
+                        kept = draft_inputs[layer][0]
+                        return rows.update(prepared, update, q, tuple(cache), weights, kept)
+                    return update(q, tuple(cache), rows, prepared, weights)
             assert (
                 isinstance(spec, AttentionSpec)
                 and isinstance(cache, LayerCache)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.batch.image_positions import shift_after
-from minivllm.batch.state_tables import StateTables
+from minivllm.batch.states.state_tables import StateTables
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
@@ -201,6 +201,8 @@ class PersistentBatch:
             self.token_ids.write(slot, len(prompt), request.output_token_ids)
         for tables, own in zip(self.tables, block_ids):
             tables.enter(slot, own)
+        for states in self.states:
+            states.num_tokens[slot] = request.num_computed_tokens
 
     def _release(self, request_id: str) -> int:
         request = self.requests.get(request_id)

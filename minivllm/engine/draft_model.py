@@ -44,6 +44,12 @@ def resolve_draft_model(
         return replace(config, model_path=str(path))
     draft = read_model_facts(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"
+    if draft.keeps_states:
+        raise ConfigError(
+            f"The draft model {config.model} ({draft.architecture}) has layers that keep a state, which "
+            "cannot be taken back when its guesses are rejected: take one all of whose layers attend, or "
+            "another method, such as ngram."
+        )
     own, theirs = stored_tokens(path), stored_tokens(target_path)
     shared, width = own.keys() & theirs.keys(), min(draft.vocab_size, target.vocab_size)
     is_padded = (

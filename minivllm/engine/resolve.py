@@ -370,14 +370,14 @@ def resolve_speculation(values: dict[str, Any] | None, facts: ModelFacts) -> Spe
     if values is None:
         return None
     config = SpeculativeConfig.from_dict(values)
-    if facts.keeps_states:
-        raise ConfigError(
-            f"speculative_config asks for drafts, but layers of {facts.architecture} keep a state, which "
-            "cannot be "
-            "taken back from a draft that is rejected: leave it out."
-        )
     if config.method != "early_exit":
         return config
+    if facts.keeps_states:
+        raise ConfigError(
+            f"speculative_config asks for the first layers as a drafter, but layers of {facts.architecture} "
+            "keep a state: each guess would change it, and it could not be taken back. Choose another "
+            "method, such as ngram or suffix."
+        )
     num_layers = max(1, facts.num_layers // 3) if config.num_layers is None else config.num_layers
     if num_layers >= facts.num_layers:
         raise ConfigError(

@@ -111,11 +111,12 @@ class StepGraphs:
         self._o = torch.zeros(size, dtype=own.attention_dtype, device=own.device)
         self.num_replays: Counter[GraphChoice] = Counter()
 
-    def choose(self, counts: list[int]) -> GraphChoice | None:
+    def choose(self, counts: list[int], *, has_replays: bool = False) -> GraphChoice | None:
         """The graph for a step with that many tokens of each request;
-        None where calling the regions is as good."""
+        None where calling the regions is as good. has_replays: states are moved on by more than these."""
         num_tokens = sum(counts)
-        if max(counts) == 1 and (size := bucket_for(num_tokens, self.full_buckets)) is not None:
+        is_plain = max(counts) == 1 and not has_replays
+        if is_plain and (size := bucket_for(num_tokens, self.full_buckets)) is not None:
             return GraphChoice("full", size)
         if (size := bucket_for(num_tokens, self.piecewise_buckets)) is not None:
             return GraphChoice("piecewise", size)

@@ -299,15 +299,17 @@ class ChunkedAttentionManager(LocalAttentionManager):
 class StateTable(BlockTable):
     """blocks: the slot that the next step reads, where it writes another one, and the slot that it writes.
 
-    num_planned: tokens that are in that state when the last step that was planned is done. passing: the last
-    snapshot of this request that is of no use once there is a later one, and its name.
+    num_planned: tokens that are in that state when the last step that was planned is done. num_drafts: those
+    of that step, which are computed then, but get into the state with a later one. passing: the last snapshot
+    of this request that is of no use once there is a later one, and its name.
     """
 
-    __slots__ = ("num_planned", "passing")
+    __slots__ = ("num_drafts", "num_planned", "passing")
 
     def __init__(self) -> None:
         super().__init__()
         self.num_planned = 0
+        self.num_drafts = 0
         self.passing: tuple[KVCacheBlock, bytes] | None = None
 
 
@@ -351,20 +353,14 @@ class StateManager(SingleGroupManager):
         if blocks[-1].ref_count == 1 and self.pool.num_free_blocks == 0:
             self.pool.forget(blocks[-1])  # no other slot to go on in: the snapshot must go
 
-    def keep_snapshot(
-        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int, *, is_passing: bool
-    ) -> None:
-        """Let others find the state after so many tokens,
-        where a block ends and they are all computed and hashed.
+    def keep_snapshot(self, request_id: str, block_hashes: Sequence[bytes], *, is_passing: bool) -> None:
+        """Let others find the state that the last step has written, where a block ends after its tokens and
+        they are all hashed.
 
         is_passing: the next snapshot of this request replaces it, unless a request reads it.
         """
-        table, last = (
-            self.tables[request_id],
-            num_computed_tokens // self.block_size * self.hashes_per_block - 1,
-        )
-        if num_computed_tokens % self.block_size or table.num_planned != num_computed_tokens:
-            return
+        table = self.tables[request_id]
+        last = table.num_planned // self.block_size * self.hashes_per_block - 1
         if not 0 <= last < len(block_hashes) or self.pool.num_free_blocks == 0:
             return
         slot, name = table.blocks[-1], block_hashes[last]
@@ -417,8 +413,8 @@ class StateManager(SingleGroupManager):
 
     def contradiction(self, request_id: str, num_computed_tokens: int) -> str:
         table = self.tables[request_id]
-        if table.num_planned != num_computed_tokens:
-            return f"a state after {table.num_planned}"
+        if not table.num_planned <= num_computed_tokens <= table.num_planned + table.num_drafts:
+            return f"a state after {table.num_planned}, and {table.num_drafts} drafts"
         if not 1 <= len(table.blocks) <= SLOTS_PER_REQUEST or self.pool.null_block in table.blocks:
             return f"the slots {table.blocks}"
         return ""

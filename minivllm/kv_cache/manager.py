@@ -11,7 +11,13 @@ from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.blocks.hashing import extend_block_hashes, state_name
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator, Prefix
-from minivllm.kv_cache.group_manager import BlockTable, FullAttentionManager, SingleGroupManager, StateManager
+from minivllm.kv_cache.group_manager import (
+    BlockTable,
+    FullAttentionManager,
+    SingleGroupManager,
+    StateManager,
+    StateTable,
+)
 from minivllm.messages import BlockCopy, BlockIds, PoolStats
 from minivllm.request import Request
 
@@ -107,21 +113,20 @@ class KVCacheManager:
         """Whether prefixes that end inside a block are found, which needs an index of how texts go on."""
         return self._copies_blocks
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether some layers keep a state, which cannot be taken back to an earlier token."""
-        return bool(self._states)
-
     def cut_chunk(self, request: Request, num_computed: int, num_new: int) -> int:
         """How many of the next ``num_new`` tokens to compute in one step.
 
         Where layers keep states, a step ends at the end of a block if it can: at the last one of the known
         tokens, and where the request leaves a prefix that only its states are missing of. There a snapshot is
-        kept.
+        kept. Drafts get into a state one step after they were accepted, so they may not carry a request over
+        the end of a block.
         """
         if not self._states or not self.enable_prefix_caching:
             return num_new
         alignment = self._coordinator.alignment
+        if request.draft_token_ids and num_computed + num_new > request.num_tokens:
+            end = (request.num_tokens // alignment + 1) * alignment
+            return min(num_new, max(end - 1, request.num_tokens) - num_computed)
         end = min(num_computed + num_new, request.num_tokens - 1) // alignment * alignment
         if num_computed < request.branch_point < end:
             end = request.branch_point
@@ -254,7 +259,9 @@ class KVCacheManager:
             if source is not None:
                 group.pool.free_blocks([source])
         for states in self._states:
-            states.tables[request_id].num_planned = num_committed
+            table: StateTable = states.tables[request_id]
+            table.num_drafts = max(0, num_committed - request.num_tokens) if request.draft_token_ids else 0
+            table.num_planned = num_committed - table.num_drafts
         if self.enable_prefix_caching and not delay_caching:
             # Drafts are not committed: a rejected one must never be found as the prefix of another request.
             num_known = min(num_committed, len(request.all_token_ids))
@@ -278,17 +285,18 @@ class KVCacheManager:
         return min(size * len(table.blocks) for size, table in tables) - 1
 
     def _keep_snapshots(self, request: Request, num_computed: int) -> None:
-        """Keep the states after so many tokens, if a block ends there. Those near the end of the prompt, and
-        where a prefix was left, may serve others; that at the end of the answer so far serves the next
-        turn."""
-        if not self.enable_prefix_caching or num_computed % self._coordinator.alignment:
-            return
-        extend_block_hashes(request, self.hash_block_size)
+        """Keep the states that are computed, if a block ends after their tokens: all that are computed, or
+        all but the drafts that the last step accepted. Those near the end of the prompt, and where a prefix
+        was left, may serve others; that at the end of the answer so far serves the next turn."""
         num_prompt, alignment = request.num_prompt_tokens, self._coordinator.alignment
-        is_last = num_prompt - alignment <= num_computed <= num_prompt
-        is_passing = not is_last and num_computed != request.branch_point
-        for group in self._states:
-            group.keep_snapshot(request.request_id, request.block_hashes, num_computed, is_passing=is_passing)
+        for group in self._states if self.enable_prefix_caching else ():
+            num_tokens = group.tables[request.request_id].num_planned
+            if num_tokens > num_computed or num_tokens % alignment:
+                continue
+            extend_block_hashes(request, self.hash_block_size)
+            is_last = num_prompt - alignment <= num_tokens <= num_prompt
+            is_passing = not is_last and num_tokens != request.branch_point
+            group.keep_snapshot(request.request_id, request.block_hashes, is_passing=is_passing)
 
     def have_free(self, counts: Sequence[int], reserved: Sequence[int]) -> bool:
         """Whether every pool has so many free blocks besides the reserved ones."""

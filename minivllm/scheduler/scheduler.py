@@ -178,11 +178,8 @@ class Scheduler:
         """Set the drafts that the next step verifies: guesses of the tokens after the last known one.
 
         Dropped for a request that is not running, or that has a token in flight which the drafts do not
-        follow. Dropped for all requests if layers keep states: a state cannot be rolled back when a draft is
-        rejected.
+        follow.
         """
-        if self.kv_cache_manager.keeps_states:
-            return
         for request_id, token_ids in draft_token_ids.items():
             request = self.requests.get(request_id)
             if (

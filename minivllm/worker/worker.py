@@ -49,7 +49,7 @@ from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.specs.facts import ModelFacts
-from minivllm.worker.loading.cache_size import groups_of, pool_text, size_groups
+from minivllm.worker.loading.cache_size import bytes_of_draft_inputs, groups_of, pool_text, size_groups
 from minivllm.worker.loading.models import check_weights, load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
@@ -106,7 +106,8 @@ class Worker:
         drafts = getattr(self.config.speculative, "num_speculative_tokens", 0)
         # At least the rows of the warm-up.
         rows = rounded_capacity((1 + drafts) * max(scheduler.max_num_seqs, 64) + 2)
-        tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2))
+        replayed = drafts * max(scheduler.max_num_seqs, 64) if self.facts.keeps_states else 0
+        tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2 + replayed))
         return RegionCompiler(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
 
     @spanned("load")
@@ -152,7 +153,8 @@ class Worker:
             own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
             return free if self.policy.has_own_memory else free * own // (sharing * all_layers)
 
-        groups, origin = size_groups(self.config, self._new_groups(), free_bytes)
+        kept_bytes = bytes_of_draft_inputs(self.config, self._model)
+        groups, origin = size_groups(self.config, self._new_groups(), free_bytes, kept_bytes)
         logger.info("KV cache: %s (%s).", "; ".join(map(pool_text, groups)), origin)
         return groups
 
@@ -199,6 +201,7 @@ class Worker:
                 max_model_len=scheduler.max_model_len,
                 groups=tuple(groups),
                 verify_size=verify_size,
+                num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
             ),
         )
         if speculative is not None and self._stage.is_last:
@@ -480,7 +483,8 @@ class Worker:
 
     @property
     def _caches(self) -> list[list[Any]]:
-        return [self.runner.paged_model.caches, *(model.caches for model in self.runner.guessing_models)]
+        paged = self.runner.paged_model
+        return [paged.caches, paged.draft_inputs, *(model.caches for model in self.runner.guessing_models)]
 
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = []

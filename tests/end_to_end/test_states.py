@@ -1,5 +1,5 @@
 """Models whose layers keep states:
-second turns, steps in flight, slots full of rubbish, and what is refused."""
+second turns, steps in flight, and slots full of rubbish."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.errors import ConfigError
 from minivllm.specs.caches import LayerCache
 from tests.parity_reference import (
     BLOCK_SIZE,
@@ -49,8 +48,3 @@ def test_a_second_turn_computes_only_what_is_new_and_no_slot_is_read_before_it_i
         for cache in runner_of(llm).paged_model.caches:
             if not isinstance(cache, LayerCache):
                 assert all(not bool(tensor[0].any()) for tensor in cache), "the null slot holds zeros"
-
-
-def test_drafts_are_refused_where_layers_keep_states(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="keep a state, which cannot be taken back"):
-        tiny_llm(tiny_model("lfm2"), speculative_config={"method": "ngram"})

@@ -91,7 +91,7 @@ class TravellingLife(Life):
             slots = load.block_ids[self.worker.group]
             assert slots[0] and not any(slots[1:]), "the state comes first"
             contents[slots[0]] = POISON
-        output = self.worker.execute(step)
+        output = super().execute(step)
         for save in metadata.saves if metadata else ():
             assert not any(save.block_ids[self.worker.group]) and all(save.block_ids[0])
             self.store.names.update(save.keys)

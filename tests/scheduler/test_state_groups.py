@@ -19,14 +19,17 @@ from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
-from tests.scheduler.simulated_worker import make_engine_request, next_token, reference_generation
+from tests.scheduler.simulated_worker import VOCAB_SIZE, make_engine_request, next_token, reference_generation
 
 MAX_MODEL_LEN = 48
 POISON = (-1,)
 
 
 class Slots:
-    """A worker for which a state is the tokens that it was computed from. group: which one keeps states."""
+    """A worker for which a state is the tokens that it was computed from. group: which one keeps states.
+
+    Drafts are no part of a state. Those that were accepted get into it with the next step.
+    """
 
     def __init__(self, num_slots: int, group: int) -> None:
         self.contents: list[tuple[int, ...]] = [(), *[POISON] * (num_slots - 1)]
@@ -34,6 +37,8 @@ class Slots:
         self.places: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
+        self.num_in_state: dict[str, int] = {}
+        self.num_replayed = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in [*step.finished_request_ids, *step.preempted_request_ids]:
@@ -54,13 +59,13 @@ class Slots:
                 )
         states = {}
         for request_id, count in step.num_scheduled_tokens.items():
-            start = self.num_computed[request_id]
-            known = self.tokens[request_id]
+            start, held = self.num_computed[request_id], self.num_in_state[request_id]
+            known, drafts = self.tokens[request_id], step.draft_token_ids.get(request_id, [])
             read, _ = self.places[request_id]
-            assert self.contents[read] == tuple(known[:start]), (
-                f"{request_id} reads the state of another text"
-            )
-            states[request_id] = tuple(known[: start + count])
+            assert self.contents[read] == tuple(known[:held]), f"{request_id} reads the state of another text"
+            assert not drafts or start + count == len(known) + len(drafts)
+            states[request_id] = tuple(known[: start + count - len(drafts)])
+            self.num_replayed += start - held
         written = [self.places[request_id][1] for request_id in states]
         read = [self.places[request_id][0] for request_id in states]
         assert len(set(written)) == len(written) and 0 not in written
@@ -73,18 +78,25 @@ class Slots:
         for request_id, state in states.items():
             self.contents[self.places[request_id][1]] = state
             self.places[request_id][0] = self.places[request_id][1]
-            self.num_computed[request_id] = len(state)
-            if len(state) == len(self.tokens[request_id]):
-                token = next_token(list(state))
-                self.tokens[request_id].append(token)
-                output.sampled_token_ids[request_id] = [token]
+            self.num_computed[request_id] = self.num_in_state[request_id] = len(state)
+            known = self.tokens[request_id]
+            if len(state) == len(known):
+                sampled = [next_token(known)]
+                for draft in step.draft_token_ids.get(request_id, []):
+                    if draft != sampled[-1]:
+                        break
+                    sampled.append(next_token(known + sampled))
+                known += sampled
+                self.num_computed[request_id] = len(known) - 1
+                output.sampled_token_ids[request_id] = sampled
         return output
 
     def _enter(self, request_id: str, slots: list[int], num_computed: int) -> None:
         assert len(slots) == 2 and (num_computed > 0) == (slots[0] != 0), (
             "only a request without a past reads zeros"
         )
-        self.places[request_id], self.num_computed[request_id] = list(slots), num_computed
+        self.places[request_id] = list(slots)
+        self.num_computed[request_id] = self.num_in_state[request_id] = num_computed
 
 
 class Life:
@@ -93,7 +105,7 @@ class Life:
     travels = False
 
     def __init__(self, random: Random) -> None:
-        self.random, self.block_size = random, random.choice([1, 2, 4])
+        self.random, self.block_size = random, random.choice([1, 2, 4, 8])
         smallest = 1 + MAX_MODEL_LEN // self.block_size
         blocks, num_slots = random.choice([smallest, random.randint(smallest, 60)]), random.randint(3, 12)
         self.states = StateManager(num_slots, self.block_size)
@@ -129,6 +141,7 @@ class Life:
         self.texts: list[list[int]] = [[]]
         self.named: dict[bytes, tuple[int, ...]] = {}
         self.num_hit_tokens = 0
+        self.error_rate = None if is_async else random.choice([None, 0.0, 0.3, 1.0])
 
     def make_connector(self) -> KVConnectorScheduler | None:
         """None: nothing travels."""
@@ -139,7 +152,19 @@ class Life:
         return self.scheduler.loads.num_transfers > 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        return self.worker.execute(step)
+        output = self.worker.execute(step)
+        if self.error_rate is not None:
+            for request_id in output.sampled_token_ids:
+                output.draft_token_ids[request_id] = self.guess(self.worker.tokens[request_id])
+        return output
+
+    def guess(self, known: list[int]) -> list[int]:
+        """Up to five tokens that may follow, each of them wrong with a probability."""
+        text = list(known)
+        for _ in range(self.random.randint(0, 5)):
+            is_wrong = self.random.random() < (self.error_rate or 0.0)
+            text.append((next_token(text) + is_wrong) % VOCAB_SIZE)
+        return text[len(known) :]
 
     def happen(self, settles: bool) -> None:
         """What happens beside the steps. settles: nothing new comes."""
@@ -249,9 +274,11 @@ def test_every_step_reads_the_state_of_the_tokens_before_it_for_long(seed: int) 
 
 
 def test_such_lives_meet_hits_and_preemptions() -> None:
-    lives = [Life(Random(seed)).run_and_check(250) for seed in range(12)]
+    lives = [Life(Random(seed)).run_and_check(250) for seed in range(24)]
     assert sum(life.num_hit_tokens for life in lives) > 100
     assert sum(life.scheduler.stats().num_preemptions for life in lives) > 5
+    accepted = [life.scheduler.stats().num_accepted_tokens for life in lives if life.error_rate != 1.0]
+    assert sum(accepted) > 50 and sum(life.worker.num_replayed for life in lives) > 50
 
 
 def new_engine(num_slots: int, budget: int = 64) -> tuple[Scheduler, Slots]:
@@ -309,10 +336,38 @@ def test_in_the_smallest_pool_a_request_overwrites_its_only_state() -> None:
     assert complete(engine, request)[0] == reference_generation(request, MAX_MODEL_LEN)[0]
 
 
-def test_drafts_are_dropped_where_states_are_kept() -> None:
-    scheduler, worker = new_engine(8)
-    scheduler.add_request(Request(make_engine_request("r", [0, 1, 0], 9)))
-    step = scheduler.schedule()
-    scheduler.update_from_output(step, worker.execute(step))
-    scheduler.set_draft_token_ids({"r": [1, 1]})
-    assert scheduler.schedule().draft_token_ids == {}
+def complete_with_drafts(engine: tuple[Scheduler, Slots], request: EngineRequest, length: int) -> list[int]:
+    """The number of drafts in each step, of a drafter that guesses so many tokens, all of them right."""
+    scheduler, worker = engine
+    scheduler.add_request(Request(request))
+    counts = []
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        counts.append(sum(map(len, step.draft_token_ids.values())))
+        output = worker.execute(step)
+        for request_id in output.sampled_token_ids:
+            text = list(worker.tokens[request_id])
+            for _ in range(length):
+                text.append(next_token(text))
+            output.draft_token_ids[request_id] = text[-length:]
+        scheduler.update_from_output(step, output)
+        scheduler.check_integrity()
+    return counts
+
+
+def test_no_draft_carries_a_request_over_the_end_of_a_block() -> None:
+    """5 known tokens after the prompt; then 5 + 1 + 2 = 8, 8 + 1 + 3 = 12, … : each end of a block of 4 is hit."""
+    engine = new_engine(8)
+    request = make_engine_request("first", [0, 1, 0, 1], 20)
+    assert complete_with_drafts(engine, request, 9) == [0, 2, 3, 3, 3, 3]
+    text = engine[1].tokens["first"]
+    assert complete(engine, make_engine_request("second", [*text, 1, 1, 0], 1))[1] == (len(text) - 1) // 4 * 4
+
+
+def test_without_a_prefix_cache_drafts_are_as_long_as_they_come() -> None:
+    manager = KVCacheManager(
+        [FullAttentionManager(64, 4), StateManager(8, 4)], MAX_MODEL_LEN, enable_prefix_caching=False
+    )
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN)
+    engine = Scheduler(config, manager), Slots(8, 1)
+    assert complete_with_drafts(engine, make_engine_request("r", [0, 1, 0, 1], 21), 9) == [0, 9, 9]

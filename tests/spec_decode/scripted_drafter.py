@@ -14,6 +14,7 @@ class ScriptedDrafter:
     """Knows the texts that will come, and gets every token wrong with a probability."""
 
     cost_per_token = 0.0
+    models = ()
 
     def __init__(self, texts: Sequence[Sequence[int]], error_rate: float, vocab_size: int) -> None:
         self._texts, self._error_rate, self._vocab_size = (

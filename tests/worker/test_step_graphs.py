@@ -24,10 +24,11 @@ from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import StagingBuffer
 from minivllm.device.policy import DevicePolicy
 from minivllm.graphs.graph_capture import CudaGraphs, GraphCapture
-from minivllm.graphs.step_graphs import bucket_for, decode_buckets, token_buckets
+from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
 from minivllm.worker.worker import run_on_null_block
 from tests.attention.backends import CUDA_POLICY, listed_attention
 from tests.attention.random_batches import CPU
+from tests.spec_decode.scripted_drafter import ScriptedDrafter, speculation_of
 from tutorials.recorded_graphs import RecordedGraphs
 
 MODES = [mode for mode in get_args(CudaGraphMode) if mode != "none"]
@@ -158,9 +159,9 @@ def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
 
-    def make(mode: str, **arguments: Any) -> LLM:
+    def make(mode: str, family: str = "llama", **arguments: Any) -> LLM:
         backend = f"{FlexAttention.__module__}:{FlexAttention.__name__}"
-        llm = tiny_llm(tiny_model("llama"), attention_backend=backend, **arguments)
+        llm = tiny_llm(tiny_model(family), attention_backend=backend, **arguments)
         runner = llm.llm_engine.client.core.executor.worker.runner
         with torch.inference_mode():
             runner.capture_graphs(mode, RecordedGraphs())
@@ -215,6 +216,30 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
             assert all(one.capture.num_graphs == num_graphs for one in captured.values())
         if mode != "full_decode":
             assert sum(replays.values()) == llm.get_metrics().num_steps
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
+def test_a_graph_of_single_tokens_is_not_replayed_where_accepted_drafts_must_get_into_a_state(
+    with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path], family: str
+) -> None:
+    """A drafter that guesses every other time: after each verification comes a step of one token."""
+    prompts = [{"prompt_token_ids": list(range(3 + index, 12 + index))} for index in range(2)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    limits = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    with tiny_llm(tiny_model(family), **limits) as plain:
+        expected = [list(output.outputs[0].token_ids) for output in plain.generate(prompts, params)]
+    texts = [prompt["prompt_token_ids"] + answer for prompt, answer in zip(prompts, expected)]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with with_graphs("full_and_piecewise", family, speculative_config=config, **limits) as llm:
+        drafter = ScriptedDrafter(texts, 0.0, 416)
+        steps, guess = itertools.count(), drafter.propose
+        drafter.propose = lambda tasks: guess(tasks) if next(steps) % 3 == 0 else {}  # type: ignore[method-assign]
+        speculation_of(llm).drafter = drafter
+        replays = llm.llm_engine.client.core.executor.worker.runner.graphs.num_replays
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)] == expected
+        assert llm.get_metrics().num_accepted_tokens > 10
+        assert replays[GraphChoice("full", 2)] > 0, "a third of the steps has neither drafts nor replays"
+        assert replays[GraphChoice("piecewise", 2)] > 0, "a third of the steps replays"
 
 
 def test_a_step_of_fewer_tokens_than_requests_bounds_what_is_warmed_up_and_captured(

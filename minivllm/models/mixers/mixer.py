@@ -121,5 +121,5 @@ class StateUpdate(Protocol):
         state: the tensors of the spec, [slots, *shape] each. For every row it is read at ``rows.read`` and
         written, after the row's last token, at ``rows.write``. No row reads what another one writes in the
         same step, so all may be read before any is written. weights: what ``Mixer.attend_weights``
-        returned. Nothing may wait for the device.
+        returned. o is valid until the next call. Nothing may wait for the device.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from minivllm.batch.layer_caches import kv_groups
+from minivllm.batch.layer_caches import draft_input_bytes, kv_groups
 from minivllm.batch.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.config import EngineConfig
 from minivllm.device.memory import cache_memory
@@ -45,14 +45,15 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
 
 
 def size_groups(
-    config: EngineConfig, groups: list[GroupSpec], free_bytes: Callable[[], int]
+    config: EngineConfig, groups: list[GroupSpec], free_bytes: Callable[[], int], kept_bytes: int = 0
 ) -> tuple[list[GroupSpec], str]:
     """The groups with the blocks that the pool of each gets, the null block included,
     and what their size follows from.
 
     Explicit sizes come first; otherwise a share of the memory that is free now, and no more than max_num_seqs
-    requests of max_model_len tokens can use. free_bytes: tells that share. Raises ConfigError if not even one
-    request of max_model_len fits.
+    requests of max_model_len tokens can use. free_bytes: tells that share. kept_bytes: of this memory, what
+    is no part of a pool, see ``bytes_of_draft_inputs``. Raises ConfigError if not even one request of
+    max_model_len fits.
     """
     cache, scheduler = config.cache, config.scheduler
     limits = PoolLimits(
@@ -64,9 +65,9 @@ def size_groups(
     if cache.num_blocks is not None:
         groups, origin = size_pools(groups, cache.num_blocks, limits), "num_gpu_blocks_override"
     elif cache.memory_bytes is not None:
-        groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
+        groups, origin = fit_pools(groups, cache.memory_bytes - kept_bytes, limits), "kv_cache_memory_bytes"
     else:
-        fitting = fit_pools(groups, free_bytes(), limits)[0].num_blocks
+        fitting = fit_pools(groups, free_bytes() - kept_bytes, limits)[0].num_blocks
         enough = enough_blocks(groups[0], limits)
         if config.device != "cpu":
             fitting = max(coarse(fitting), min(fitting, needed))
@@ -83,6 +84,14 @@ def size_groups(
     return groups, origin
 
 
+def bytes_of_draft_inputs(config: EngineConfig, model: Model) -> int:
+    """What layers that keep a state hold of drafts until they are known to be accepted."""
+    if config.speculative is None:
+        return 0
+    num_drafts = config.scheduler.max_num_seqs * config.speculative.num_speculative_tokens
+    return num_drafts * draft_input_bytes(model)
+
+
 def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSpec], str]:
     """The pools that ``size_groups`` would give a model on this machine, without its weights.
     On a CUDA device
@@ -93,7 +102,10 @@ def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSp
     model, _ = new_model(config, facts)
     groups = groups_of(config, model, None)
     utilization = config.cache.memory_utilization
-    return size_groups(config, groups, lambda: cache_memory(model.device, utilization, lambda: None))
+    kept_bytes = bytes_of_draft_inputs(config, model)
+    return size_groups(
+        config, groups, lambda: cache_memory(model.device, utilization, lambda: None), kept_bytes
+    )
 
 
 def pool_text(group: GroupSpec) -> str:
