@@ -199,7 +199,7 @@ def test_logits_are_those_of_the_papers_and_tokens_those_of_the_model_whatever_b
         metrics = llm.get_metrics()
         assert "num_gpu_blocks_override" not in settings or metrics.num_preemptions > 0
         assert_pool_unused(llm)
-    assert {len(text) - num_known for text, num_known, _ in recorded} == {0, 1, 2}
+    assert {len(text) - num_known for text, num_known, _, _ in recorded} == {0, 1, 2}
     step = max(1, len(recorded) // 40)
     assert_reference_logits(recorded[::step], ReferenceHead(model, heads[version], version))
 
