@@ -183,7 +183,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 def test_an_mtp_head_that_is_divided_guesses_what_a_whole_one_guesses(
     tiny_model: TinyModel, tmp_path: Path, family: str, division: str
 ) -> None:
-    source = tiny_model(family, moe_intermediate_size=64, num_hidden_layers=3)
+    source = tiny_model(family, moe_intermediate_size=64)
     model = with_random_head(tmp_path / "model", source)
     with tiny_llm(source, max_model_len=64) as llm:
         plain = tokens_of(run(llm, PROMPTS, PARAMS))

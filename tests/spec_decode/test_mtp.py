@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from minivllm import LLM
 from minivllm.errors import ConfigError, ModelError
+from minivllm.models.decoder import Decoder
 from tests.parity_reference import (
     assert_pool_unused,
     reference_model,
@@ -139,6 +140,17 @@ def test_random_tokens_are_those_without_a_head(models: dict[str, Path], family:
                 assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
             drafted = llm.get_metrics().num_draft_tokens
             assert 0 <= llm.get_metrics().num_accepted_tokens < drafted / 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_model_has_a_quantised_head(models: dict[str, Path], family: str) -> None:
+    with tiny_llm(models[family], quantization="int8") as llm:
+        plain = tokens_of(run(llm, PROMPTS, GREEDY))
+    with always_drafts(tiny_llm(models[family], quantization="int8", **drafting())) as llm:
+        head, target = draft_of(llm).model, runner_of(llm).model
+        assert isinstance(target, Decoder)
+        assert head.layers[0].methods == target.layers[-1].methods
+        assert tokens_of(run(llm, PROMPTS, GREEDY)) == plain
 
 
 # -- a head that knows -----------------------------------------------------------------------------
