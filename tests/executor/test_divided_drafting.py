@@ -179,11 +179,14 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", ["glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["glm4-moe", "deepseek-v3", "qwen3-next"])
 def test_an_mtp_head_that_is_divided_guesses_what_a_whole_one_guesses(
     tiny_model: TinyModel, tmp_path: Path, family: str, division: str
 ) -> None:
-    source = tiny_model(family, moe_intermediate_size=64)
+    sizes = {"moe_intermediate_size": 64}
+    if family == "qwen3-next":
+        sizes["shared_expert_intermediate_size"] = 64
+    source = tiny_model(family, **sizes)
     model = with_random_head(tmp_path / "model", source)
     with tiny_llm(source, max_model_len=64) as llm:
         plain = tokens_of(run(llm, PROMPTS, PARAMS))

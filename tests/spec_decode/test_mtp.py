@@ -46,7 +46,8 @@ from tests.spec_decode.mtp_heads import (
 )
 
 TinyModel = Callable[..., Path]
-FAMILIES = ("glm4-moe", "deepseek-v3")
+ATTENDING = ("glm4-moe", "deepseek-v3")
+FAMILIES = (*ATTENDING, "qwen3-next", "qwen3.5")
 SETTINGS_AS_PARAMETERS = [
     pytest.param(settings, id=name, marks=[pytest.mark.slow] if name == "no prefix cache" else [])
     for name, settings in SETTINGS.items()
@@ -77,7 +78,7 @@ def knowing_model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
 # -- the formulas ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENDING)
 def test_the_formulas_are_those_of_transformers(models: dict[str, Path], tmp_path: Path, family: str) -> None:
     from transformers.modeling_layers import MtpModel
 
