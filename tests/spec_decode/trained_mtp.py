@@ -25,7 +25,7 @@ from minivllm.tokenizer.tokenizer import load_tokenizer
 
 NUM_TOKENS = 80_000
 """Of the text that is read."""
-NUM_WRITTEN, START = 128, 32
+NUM_WRITTEN, START = 192, 32
 """Texts that the model writes, and tokens that each of them begins with."""
 ROW = 224
 """Tokens that are read together."""
