@@ -219,12 +219,54 @@ def iterate_weights(
             gguf_path, decoder_config, ExpertTensors(expected), expected, dtype, kept_bits, wants
         )
     else:
+        num_layers = decoder_config.num_layers
+
+        def own_name(stored: str) -> str | None:
+            return None if family.leaves_out(stored, num_layers) else family.own_name(_full_name(stored))
+
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
         experts = ExpertTensors(expected, family.transposes_experts, family.may_transpose_experts)
-        num_layers = decoder_config.num_layers
         weights = _safetensors_weights(
-            Path(model_path), family, num_layers, experts, expected, dtype, packed, wants
+            Path(model_path), family, own_name, experts, expected, dtype, packed, wants
         )
+    return _rewritten(weights, family, decoder_config, model_path, dtype)
+
+
+def iterate_head_weights(
+    directory: Path, config: DecoderConfig, expected: Mapping[str, Shape], dtype: torch.dtype
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the tensors of the MTP head in a model's safetensors files, as ``iterate_weights`` yields those
+    of the model.
+
+    config: the model. expected: shapes of the head's tensors, by their names in the head (see
+    ``Family.head_names``). Raises ModelError if there is no head, or one that does not have these shapes.
+    """
+    family = FAMILIES[config.architecture].for_model(config)
+
+    def own_name(stored: str) -> str | None:
+        return family.head_name(family.own_name(_full_name(stored)), config.num_layers)
+
+    packed = None if config.quantization is None else PackedWeights(config.quantization)
+    if not any(map(own_name, stored_tensors(directory, packed, lambda stored: False))):
+        raise ModelError(
+            f"{directory} holds no MTP head, though models of {family.architecture} may have one: choose "
+            "another method, such as ngram."
+        )
+    experts = ExpertTensors(expected, family.transposes_experts, family.may_transpose_experts)
+    weights = _safetensors_weights(
+        directory, family, own_name, experts, expected, dtype, packed, lambda name: True
+    )
+    return _rewritten(weights, family, config, directory, dtype)
+
+
+def _rewritten(
+    weights: Iterator[tuple[str, StoredWeight]],
+    family: Family,
+    config: DecoderConfig,
+    model_path: str | Path,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, StoredWeight]]:
+    """The same weights as the family's decoder needs them."""
     rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
@@ -233,14 +275,14 @@ def iterate_weights(
         """A quantised weight is rewritten by its values,
         which need not be such that its format could hold them."""
         if not isinstance(weight, QuantizedWeight):
-            return rewrite(name, weight, decoder_config)
+            return rewrite(name, weight, config)
         values = weight.restore(dtype)
-        new = rewrite(name, values, decoder_config)
+        new = rewrite(name, values, config)
         if new is values:
             return weight
         if isinstance(weight, RowScaledWeight) and weight.rounds_inputs and weight.values.dtype == torch.int8:
             raise ModelError(
-                f"{model_path}: inputs of {name!r} are rounded to int8, but a {decoder_config.architecture} "
+                f"{model_path}: inputs of {name!r} are rounded to int8, but a {config.architecture} "
                 "changes "
                 f"that weight while it is loaded, which would no longer be exact: use the unquantised model."
             )
@@ -368,31 +410,31 @@ class _StoredTensor:
 def _safetensors_weights(
     directory: Path,
     family: Family,
-    num_layers: int,
+    own_name: Callable[[str], str | None],
     experts: ExpertTensors,
     expected: Mapping[str, Shape],
     dtype: torch.dtype,
     packed: PackedWeights | None,
     wants: Callable[[str], bool],
 ) -> Iterator[tuple[str, StoredWeight]]:
+    """own_name: of a stored tensor, its name in what is loaded; None if that does not need it."""
     stored_in: dict[str, Path] = {}
     # weight -> its parts; a tensor that is a weight by itself is the part without a name
     parts_of: dict[str, dict[str, _StoredTensor]] = {}
 
-    def own_name(stored: str) -> str:
-        return family.own_name(_full_name(stored))
-
-    def is_unused(stored: str, name: str) -> bool:
-        left_out = family.leaves_out(stored, num_layers) or (packed is not None and packed.is_unused(name))
-        return left_out or _is_ignored(name, expected)
+    def used_name(stored: str) -> str | None:
+        name = own_name(stored)
+        if name is None or (packed is not None and packed.is_unused(name)):
+            return None
+        return None if _is_ignored(name, expected) else name
 
     def is_called_for(weight: str) -> bool:
         return any(part in expected for part in family.parts(weight)) or ".experts." in weight
 
-    tensors = stored_tensors(directory, packed, lambda stored: not is_unused(stored, own_name(stored)))
+    tensors = stored_tensors(directory, packed, lambda stored: used_name(stored) is not None)
     for stored, (path, header, is_listed) in tensors.items():
-        name = own_name(stored)
-        if is_unused(stored, name):
+        name = used_name(stored)
+        if name is None:
             continue
         weight, part = (packed.place(name, _full_name(stored)) if packed is not None else None) or (name, "")
         if not is_listed and not is_called_for(weight):

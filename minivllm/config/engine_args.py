@@ -32,6 +32,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 PERFORMANCE_MODES = ("throughput", "interactivity")
 ExecutorKind = Literal["uni", "mp", "ray", "external_launcher"]
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
+EagleVersion = Literal["eagle", "eagle3", "mtp"]
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
@@ -40,6 +41,7 @@ _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "draft_model": ("model",),
     "eagle": ("model",),
     "eagle3": ("model",),
+    "mtp": (),
 }
 _WANTED_MODELS = {
     "draft_model": "a model",
@@ -73,7 +75,8 @@ class SpeculativeConfig:
 
     method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs;
         "early_exit" asks the model's own first layers, "draft_model" a second model, "eagle" and "eagle3" a
-        head that was trained to guess from this model's hidden states; or a name given to
+        head that was trained to guess from this model's hidden states, "mtp" the head of this kind that
+        the model's checkpoint holds (multi-token prediction); or a name given to
         minivllm.register_drafter, or "package.module:factory" of a drafter of your own.
     num_speculative_tokens: most tokens guessed at once; how many are worth it is found out per request.
     prompt_lookup_min, prompt_lookup_max: ngram: tokens that must match, and beyond which longer matches do
@@ -152,12 +155,17 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Places in the KV cache that the drafter wants behind the scheduled tokens."""
-        return self.num_speculative_tokens if self.method == "early_exit" or self.model is not None else 0
+        return self.num_speculative_tokens if self.method == "early_exit" or self.has_model else 0
 
     @property
-    def eagle_version(self) -> Literal["eagle", "eagle3"] | None:
-        """Which kind of EAGLE head guesses, if one does."""
-        return cast(Literal["eagle", "eagle3"], self.method) if self.method in ("eagle", "eagle3") else None
+    def has_model(self) -> bool:
+        """Whether the drafter has a model of its own, which keeps keys and values in the target's blocks."""
+        return self.model is not None or self.method == "mtp"
+
+    @property
+    def eagle_version(self) -> EagleVersion | None:
+        """Which kind of head guesses, if one does."""
+        return cast(EagleVersion, self.method) if self.method in get_args(EagleVersion) else None
 
 
 @dataclass(frozen=True, kw_only=True)

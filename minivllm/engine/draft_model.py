@@ -14,6 +14,7 @@ from minivllm.gguf.gguf_file import GGUFFile, find_gguf
 from minivllm.hub.fetch import resolve_model
 from minivllm.spec_decode.eagle.checkpoint import find_tensors
 from minivllm.spec_decode.eagle.config import read_eagle_config
+from minivllm.spec_decode.eagle.mtp import check_mtp
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.facts import ModelFacts
 
@@ -25,14 +26,18 @@ def resolve_draft_model(
 ) -> SpeculativeConfig:
     """Find the draft model, and check that it speaks of the same tokens. Raises ConfigError or ModelError."""
     is_dummy = load_format == "dummy"
+    if config.eagle_version is not None and not isinstance(target, DecoderConfig):
+        raise ConfigError(
+            f"No {config.eagle_version} head guesses for a model that {target.implementation} computes: "
+            "choose another method, such as ngram."
+        )
+    if config.eagle_version == "mtp":
+        assert isinstance(target, DecoderConfig)
+        check_mtp(target_path, target, load_format)
+        return config
     path = resolve_model(str(config.model), weights=not is_dummy)
     if config.eagle_version is not None:
-        if not isinstance(target, DecoderConfig):
-            raise ConfigError(
-                f"No {config.eagle_version} head guesses for a model that {target.implementation} computes: "
-                "choose "
-                "another method, such as ngram."
-            )
+        assert isinstance(target, DecoderConfig)
         head = read_eagle_config(path, config.eagle_version, target)
         if not is_dummy:
             find_tensors(path, head)

@@ -99,7 +99,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
             f"{facts.max_position_embeddings} tokens."
         )
     speculative = resolve_speculation(args.speculative_config, facts)
-    if speculative is not None and speculative.model is not None:
+    if speculative is not None and speculative.has_model:
         speculative = resolve_draft_model(speculative, path, facts, max_model_len, args.load_format)
     transfer = (
         None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)

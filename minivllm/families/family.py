@@ -80,6 +80,19 @@ def tied_text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text_part(entries), **tied}
 
 
+NEXT_LAYER_HEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "model.layers.{}.eh_proj.": "model.fc.",
+        "model.layers.{}.shared_head.norm.": "model.norm.",
+        "model.layers.{}.shared_head.head.": "",
+        "model.layers.{}.embed_tokens.": "",
+        "model.layers.{}.": "model.layers.0.",
+    }
+)
+"""``Family.head_names`` where an MTP head is the layer after the last one (DeepSeek-V3, GLM-4.5). It may hold
+copies of the model's embedding and head."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One row of the table.
@@ -99,8 +112,11 @@ class Family:
     hold them whole. whole_norms: ends of the names of norms that are stored whole all the same.
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
-    has_drafting_layers: checkpoints hold layers behind the last one, which are not needed:
+    has_drafting_layers: checkpoints hold layers after the last one, which the model does not need:
     they guess further tokens (multi-token prediction).
+    head_names: beginnings of the names of the tensors of an MTP head -> what the head has in their place, ""
+    where it needs none; "{}" stands for the number of layers. The first that fits counts. Empty: checkpoints
+    of the family hold no such head, or none that is known here.
     gguf_renamed: module, or block, as its name in GGUF files is understood elsewhere -> its name in the
     decoder. gguf_tiles_values: in GGUF files the values of a gated delta net do not lie key by key: the first
     value of every key comes first, then the second of every key.
@@ -131,6 +147,7 @@ class Family:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     has_drafting_layers: bool = False
+    head_names: Mapping[str, str] = field(default_factory=dict)
     gguf_renamed: Mapping[str, str] = field(default_factory=dict)
     gguf_tiles_values: bool = False
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
@@ -155,6 +172,15 @@ class Family:
         """Whether a tensor of a safetensors file is not needed in a model of so many layers."""
         layer = re.match(r"model\.layers\.(\d{1,6})\.", stored) if self.has_drafting_layers else None
         return stored.startswith(self.left_out) or (layer is not None and int(layer[1]) >= num_layers)
+
+    def head_name(self, name: str, num_layers: int) -> str | None:
+        """The name that a tensor with this ``own_name`` has in the MTP head of a model of so many layers;
+        None if the head does not need it. Of several heads it is the first."""
+        for pattern, own in self.head_names.items():
+            beginning = pattern.format(num_layers)
+            if name.startswith(beginning):
+                return own + name.removeprefix(beginning) if own else None
+        return None
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Names of the decoder's tensors that one of this name holds, one below the other."""

@@ -35,6 +35,7 @@ DRAFTERS = Plugins(
         "draft_model": "minivllm.spec_decode.speculation:draft_model",
         "eagle": "minivllm.spec_decode.eagle.drafter:eagle",
         "eagle3": "minivllm.spec_decode.eagle.drafter:eagle",
+        "mtp": "minivllm.spec_decode.eagle.drafter:eagle",
     },
 )
 """DraftContext -> Drafter: a function, or the class of a drafter."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from minivllm import LLM
 from minivllm.errors import ConfigError
@@ -17,6 +18,7 @@ from tests.executor.test_tensor_parallel import UNEVEN
 from tests.parity_reference import reference_tokens, run, tiny_llm, tokens_of
 from tests.spec_decode.drafting_cases import GREEDY, PARAMS, PROMPTS
 from tests.spec_decode.eagle_heads import crafted_model, knowing_head, random_head
+from tests.spec_decode.mtp_heads import PREVIOUS_TOO, crafted_glm, with_knowing_head, with_random_head
 
 TinyModel = Callable[..., Path]
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -166,6 +168,70 @@ def test_a_head_that_can_know_what_the_model_says_is_right(
         call("wake_up")
         assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
         assert counts(llm)[1] > 0.97 * counts(llm)[0] > drafted
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "verification_cost": 0.0}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "TP 2": {},
+    "whole experts": {"enable_expert_parallel": True},
+    "PP 2 and TP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24},
+}
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("family", ["glm4-moe", "deepseek-v3", "qwen3-next"])
+def test_an_mtp_head_that_is_divided_guesses_what_a_whole_one_guesses(
+    tiny_model: TinyModel, tmp_path: Path, family: str, division: str
+) -> None:
+    sizes = {"moe_intermediate_size": 64}
+    if family == "qwen3-next":
+        sizes["shared_expert_intermediate_size"] = 64
+    source = tiny_model(family, **sizes)
+    model = with_random_head(tmp_path / "model", source)
+    with tiny_llm(source, max_model_len=64) as llm:
+        plain = tokens_of(run(llm, PROMPTS, PARAMS))
+    roomy = {"max_model_len": 64, "num_gpu_blocks_override": 1 + 14}
+    with always_drafts(tiny_llm(model, speculative_config=MTP, **roomy)) as llm:
+        assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
+        expected = counts(llm)
+        whole = sum(one.numel() for one in _head_weights(llm)[0])
+    settings = {"max_num_batched_tokens": None, **DIVISIONS[division]}
+    with always_drafts(divided_llm(model, 2, speculative_config=MTP, **settings)) as llm:
+        assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
+        assert llm.get_metrics().num_preemptions > 0
+        if division != "PP 2 and TP 2":  # whose steps are others
+            assert counts(llm) == expected and expected[0] > 0
+        assert all(sum(one.numel() for one in own) < 0.7 * whole for own in _head_weights(llm))
+
+
+def _head_weights(llm: LLM) -> list[list[Tensor]]:
+    """Of each worker that has a head."""
+    found: list[list[Tensor]] = []
+    for worker in workers_of(llm):
+        if worker._draft_model is not None:
+            own: list[Tensor] = []
+            worker._draft_model.map_weights(lambda tensor, own=own: own.append(tensor) or tensor)  # type: ignore[misc, func-returns-value]
+            found.append(own)
+    return found
+
+
+def test_a_divided_mtp_head_that_can_know_what_the_model_says_is_right(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    glm = tiny_model("glm4-moe", moe_intermediate_size=64, **PREVIOUS_TOO)
+    model = with_knowing_head(tmp_path / "head", crafted_glm(tmp_path / "model", glm))
+    for stages in (1, 2):
+        settings = {"pipeline_parallel_size": stages, "num_gpu_blocks_override": 64}
+        with always_drafts(divided_llm(model, 2, speculative_config=MTP, **settings)) as llm:
+            for _ in range(2):  # the second time from the prefix cache
+                assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
+            drafted, accepted = counts(llm)
+            assert accepted > 0.97 * drafted > 0
+            call = llm.llm_engine.client.call
+            call("sleep", 2)
+            call("wake_up")
+            assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
+            assert counts(llm)[1] > 0.97 * counts(llm)[0] > drafted
 
 
 def test_all_ranks_take_drafts_for_equally_costly(model: Path, plain: list[list[int]]) -> None:

@@ -49,6 +49,8 @@ latents, states."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 64},
     "deepseek-v2": {"moe_intermediate_size": 64},
+    "deepseek-v3": {"moe_intermediate_size": 64},
+    "glm4-moe": {"moe_intermediate_size": 64},
     "qwen3-next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
 """What makes the layers of a family divisible by two."""
@@ -64,6 +66,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by transformers": {"model_impl": "transformers"},
 }
 """Of the first family. head: version of an EAGLE head."""
+MTP: dict[str, Any] = {
+    "load_format": "dummy",
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+}
+HEADS: dict[str, dict[str, Any]] = {"MTP": MTP, "MTP, TP 2": {**MTP, "tensor_parallel_size": 2}}
+"""Of families whose checkpoints hold heads."""
+WITH_HEADS = ("glm4-moe", "deepseek-v3")
 SHARED_EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 """Of the family with experts: engines in lockstep."""
 
@@ -181,6 +190,7 @@ def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """(family, what is special, engine arguments)."""
     found = [(family, name, settings) for family in FAMILIES for name, settings in LAYOUTS.items()]
     found += [(FAMILIES[0], name, settings) for name, settings in VARIANTS.items()]
+    found += [(family, name, settings) for family in WITH_HEADS for name, settings in HEADS.items()]
     return [*found, ("qwen3-moe", "EP 2", SHARED_EXPERTS)]
 
 

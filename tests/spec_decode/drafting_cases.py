@@ -3,12 +3,17 @@ prompts, ways to cut the work, and engines whose guesses are seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
 
 from minivllm import LLM, SamplingParams
 from minivllm.spec_decode.drafter import DraftTask
-from tests.parity_reference import random_prompts
+from minivllm.spec_decode.eagle.drafter import EagleDraft
+from tests.parity_reference import random_prompts, runner_of
 from tests.spec_decode.scripted_drafter import speculation_of
 
 _WORDS = random_prompts((6, 9, 7), seed=21)
@@ -49,3 +54,48 @@ def recorded_guesses(llm: LLM) -> list[tuple[list[int], list[int]]]:
 
     drafter.propose = propose  # type: ignore[method-assign]
     return recorded
+
+
+class HeadGuess(NamedTuple):
+    """text: of which ``num_known`` tokens are known, the others guessed. logits [vocab]: of what follows.
+    feature: the next one that the head foresees."""
+
+    text: list[int]
+    num_known: int
+    logits: Tensor
+    feature: Tensor
+
+
+def draft_of(llm: LLM) -> EagleDraft:
+    (draft,) = runner_of(llm).guessing_models
+    assert isinstance(draft, EagleDraft)
+    return draft
+
+
+@contextmanager
+def recorded_heads(llm: LLM) -> Iterator[list[HeadGuess]]:
+    """Every guess of a head from here on."""
+    draft, recorded = draft_of(llm), list[HeadGuess]()
+    next_tokens, guess = draft.next_tokens, draft.model.guess
+
+    def record(slots: np.ndarray, positions: np.ndarray) -> list[int]:
+        batch = runner_of(llm).batch
+        known = {request.slot: request.num_tokens for request in batch.requests.values()}
+        texts = [batch.token_ids.host[slot, : p + 1].tolist() for slot, p in zip(slots, positions)]
+        rows: list[tuple[Tensor, Tensor]] = []
+
+        def keep(*args: Any) -> tuple[Tensor, Tensor]:
+            logits, features = guess(*args)
+            rows.append((logits.clone(), features.clone()))
+            return logits, features
+
+        draft.model.guess = keep  # type: ignore[method-assign]
+        token_ids = next_tokens(slots, positions)
+        for row, (slot, text) in enumerate(zip(slots.tolist(), texts)):
+            logits, features = rows[-1]
+            recorded.append(HeadGuess(text, known[slot], logits[row], features[row]))
+        return token_ids
+
+    draft.next_tokens = record  # type: ignore[method-assign]
+    yield recorded
+    draft.next_tokens, draft.model.guess = next_tokens, guess  # type: ignore[method-assign]

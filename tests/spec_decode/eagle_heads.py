@@ -121,7 +121,7 @@ def crafted_model(directory: Path, mistral: Path, num_excluded: int = VOCAB - DR
     weights["model.layers.0.self_attn.v_proj.weight"][:, :HALF] = torch.eye(HALF)
     o = weights["model.layers.0.self_attn.o_proj.weight"]
     # The norm of the layer makes √2 e of e, and even attention halves the sum: √2 / 2 (e_before + e).
-    o[HALF:, 0:16], o[HALF:, 32:48] = _mixing()[:, :16] * 2**0.5, _mixing()[:, 16:] * 2**0.5
+    o[HALF:, 0:16], o[HALF:, 32:48] = mixing()[:, :16] * 2**0.5, mixing()[:, 16:] * 2**0.5
     said = slice(NUM_SPECIAL, VOCAB - num_excluded)
     directions = torch.randn(VOCAB - num_excluded - NUM_SPECIAL, HALF, generator=generator)
     # All of one length, so that no token is likelier than others.
@@ -134,7 +134,7 @@ MIXING = 0.01
 """Size of what depends on the token before, against that of an embedding."""
 
 
-def _mixing() -> Tensor:
+def mixing() -> Tensor:
     """M [HALF, HALF] of ``crafted_model``: a rotation, made small."""
     return MIXING * torch.linalg.qr(torch.randn(HALF, HALF, generator=torch.Generator().manual_seed(2))).Q
 
@@ -145,7 +145,7 @@ def knowing_head(directory: Path, version: str, model: Path) -> Path:
     It needs the token before the last one, which it has from nothing but the feature, and the last one, which
     it has from nothing but the embedding.
     """
-    m, eye, zero = _mixing(), torch.eye(HALF), torch.zeros(HALF, HALF)
+    m, eye, zero = mixing(), torch.eye(HALF), torch.zeros(HALF, HALF)
     weights = random_weights(version)
     for name in weights:
         if name.endswith("norm.weight"):

@@ -6,12 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,6 @@ from minivllm import LLM
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.batch.step_inputs import Row
 from minivllm.errors import ConfigError, ModelError
-from minivllm.spec_decode.eagle.drafter import EagleDraft
 from tests.parity_reference import (
     assert_pool_unused,
     reference_model,
@@ -32,7 +29,17 @@ from tests.parity_reference import (
     tiny_llm,
     tokens_of,
 )
-from tests.spec_decode.drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts
+from tests.spec_decode.drafting_cases import (
+    GREEDY,
+    MAX_TOKENS,
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    HeadGuess,
+    always_drafts,
+    draft_of,
+    recorded_heads,
+)
 from tests.spec_decode.eagle_heads import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -86,12 +93,6 @@ def drafting(version: str, head: Path, count: int = 3) -> dict[str, Any]:
         "verification_cost": 0.0,
     }
     return {"speculative_config": config}
-
-
-def draft_of(llm: LLM) -> EagleDraft:
-    (draft,) = runner_of(llm).guessing_models
-    assert isinstance(draft, EagleDraft)
-    return draft
 
 
 # -- the papers' equations, for a whole text at once, in float64 -----------------------------------
@@ -176,36 +177,8 @@ class ReferenceHead:
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weights[f"{name}.weight"]
 
 
-@contextmanager
-def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
-    """(text, how many of its tokens are known, logits of what follows) of every guess."""
-    draft, recorded = draft_of(llm), []
-    next_tokens, guess = draft.next_tokens, draft.model.guess
-
-    def record(slots: np.ndarray, positions: np.ndarray) -> list[int]:
-        batch = runner_of(llm).batch
-        known = {request.slot: request.num_tokens for request in batch.requests.values()}
-        texts = [batch.token_ids.host[slot, : p + 1].tolist() for slot, p in zip(slots, positions)]
-        rows: list[Tensor] = []
-
-        def keep(*args: Any) -> tuple[Tensor, Tensor]:
-            logits, features = guess(*args)
-            rows.append(logits.clone())
-            return logits, features
-
-        draft.model.guess = keep  # type: ignore[method-assign]
-        token_ids = next_tokens(slots, positions)
-        for row, (slot, text) in enumerate(zip(slots.tolist(), texts)):
-            recorded.append((text, known[slot], rows[-1][row]))
-        return token_ids
-
-    draft.next_tokens = record  # type: ignore[method-assign]
-    yield recorded
-    draft.next_tokens, draft.model.guess = next_tokens, guess  # type: ignore[method-assign]
-
-
-def assert_reference_logits(recorded: list[tuple[list[int], int, Tensor]], reference: ReferenceHead) -> None:
-    for text, num_known, logits in recorded:
+def assert_reference_logits(recorded: list[HeadGuess], reference: ReferenceHead) -> None:
+    for text, num_known, logits, _ in recorded:
         expected = reference.logits(text, num_known)
         is_guessable = expected > -torch.inf
         torch.testing.assert_close(
@@ -220,13 +193,13 @@ def test_logits_are_those_of_the_papers_and_tokens_those_of_the_model_whatever_b
     model: Path, heads: dict[str, Path], version: str, settings: dict[str, Any]
 ) -> None:
     with always_drafts(tiny_llm(model, **drafting(version, heads[version]), **settings)) as llm:
-        with recorded_logits(llm) as recorded:
+        with recorded_heads(llm) as recorded:
             for _ in range(2):  # the second time from the prefix cache
                 assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
         metrics = llm.get_metrics()
         assert "num_gpu_blocks_override" not in settings or metrics.num_preemptions > 0
         assert_pool_unused(llm)
-    assert {len(text) - num_known for text, num_known, _ in recorded} == {0, 1, 2}
+    assert {len(text) - num_known for text, num_known, _, _ in recorded} == {0, 1, 2}
     step = max(1, len(recorded) // 40)
     assert_reference_logits(recorded[::step], ReferenceHead(model, heads[version], version))
 
@@ -244,7 +217,7 @@ def test_what_else_a_published_configuration_may_say(
     model: Path, tmp_path: Path, version: str, changes: dict[str, Any]
 ) -> None:
     head = random_head(tmp_path, version, seed=5, **changes)
-    with always_drafts(tiny_llm(model, **drafting(version, head))) as llm, recorded_logits(llm) as recorded:
+    with always_drafts(tiny_llm(model, **drafting(version, head))) as llm, recorded_heads(llm) as recorded:
         run(llm, PROMPTS[:2], GREEDY)
     assert_reference_logits(recorded[:9], ReferenceHead(model, head, version))
 

@@ -22,7 +22,7 @@ from minivllm.families.experts import (
     scores_from_gguf,
     shared_mlp,
 )
-from minivllm.families.family import Family, defaults
+from minivllm.families.family import NEXT_LAYER_HEAD, Family, defaults
 from minivllm.families.rotary import read_rotary, score_magnitude
 from minivllm.specs.layers import LatentSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
 
@@ -200,5 +200,6 @@ FAMILIES = (
         ),
         describe=partial(_describe, experts=experts_after_dense_layers),
         has_drafting_layers=True,
+        head_names=NEXT_LAYER_HEAD,
     ),
 )

@@ -17,7 +17,7 @@ from minivllm.families.experts import (
     scores_from_gguf,
     with_experts,
 )
-from minivllm.families.family import FUSED_MLP, Family, defaults
+from minivllm.families.family import FUSED_MLP, NEXT_LAYER_HEAD, Family, defaults
 from minivllm.specs.decoder import DecoderConfig
 
 
@@ -97,6 +97,7 @@ _GLM_MOE_FAMILIES = (
         ),
         describe=_glm4_moe,
         has_drafting_layers=True,
+        head_names=NEXT_LAYER_HEAD,
         gguf_renamed={"post_self_attn_layernorm": "post_attention_layernorm"},
         from_gguf=_moe_from_gguf,
     ),

@@ -392,6 +392,13 @@ _NEXT_FUSED = {
     "in_proj_qkvz": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+_NEXT_HEAD = {
+    "mtp.pre_fc_norm_embedding.": "model.layers.0.enorm.",
+    "mtp.pre_fc_norm_hidden.": "model.layers.0.hnorm.",
+    "mtp.layers.0.": "model.layers.0.",
+    "mtp.layers.": "",
+    "mtp.": "model.",
+}
 _next_family = partial(
     Family,
     describe=_next_describe,
@@ -400,6 +407,7 @@ _next_family = partial(
     norm_offset=1.0,
     whole_norms=("linear_attn.norm.weight",),
     has_drafting_layers=True,
+    head_names=_NEXT_HEAD,
     gguf_renamed={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "self_attn.qkv_proj": "linear_attn.in_proj_qkv",

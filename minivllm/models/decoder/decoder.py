@@ -79,7 +79,7 @@ class Decoder:
         configuration says how.
         """
         shard = Shard() if communicator is None else Shard(communicator.rank, communicator.size)
-        self._communicator = communicator
+        self.communicator = communicator
         self._group = group
         experts = group.shard if group is not None else shard if divides_experts else None
         self.config = config
@@ -292,16 +292,20 @@ class Decoder:
     ) -> None:
         """Have all regions compiled; layers that compute the same thing share one."""
         self._declared = tokens, caches
-        for layer in self.layers:
-            for stored in layer.stored:
-                if isinstance(stored, Experts):  # loops that run inside the operators of regions
-                    stored.compile_few_rows(compile_region)
+        self.compile_experts(compile_region)
         self._step = BoundProgram(self.plan(tokens, caches), compile_region)
         self._programs = [self._step]
         self._final = None
         if self._sees:
             self._seeing = BoundProgram(self.plan(self.with_images(tokens), caches), compile_region)
             self._programs.append(self._seeing)
+
+    def compile_experts(self, compile_region: CompileRegion) -> None:
+        """Compile the loops over experts, which run inside the operators of regions."""
+        for layer in self.layers:
+            for stored in layer.stored:
+                if isinstance(stored, Experts):
+                    stored.compile_few_rows(compile_region)
 
     def with_images(self, tokens: TokenInputs) -> TokenInputs:
         """The same specs, of a step with images."""
@@ -324,7 +328,7 @@ class Decoder:
 
     def world(self, attend: Attend, note_input: Callable[[int, Tensor], None] | None = None) -> World:
         """What the seams of the program lead to."""
-        return World(attend, self._communicator, self.stage, self._group, note_input)
+        return World(attend, self.communicator, self.stage, self._group, note_input)
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> ShortenedDecoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and,
@@ -388,7 +392,7 @@ class Decoder:
     def gather_vocabulary(self, x: Tensor) -> Tensor:
         """x [rows, this worker's part of the vocabulary] -> [rows, vocab]: what all workers have."""
         return (
-            x if self._communicator is None else self._communicator.gather_columns(x, self._vocabulary_widths)
+            x if self.communicator is None else self.communicator.gather_columns(x, self._vocabulary_widths)
         )
 
 

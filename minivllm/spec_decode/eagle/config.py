@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from minivllm.checkpoints.hf_config import build_decoder_config, read_json_object
+from minivllm.config import EagleVersion
 from minivllm.errors import ModelError
 from minivllm.specs.decoder import DecoderConfig
 
-EagleVersion = Literal["eagle", "eagle3"]
 NUM_FUSED_LAYERS = 3
 _CLASS_MARKS = ("Eagle3", "Eagle")
 _ADVICE = "take the head that was trained for this very model"

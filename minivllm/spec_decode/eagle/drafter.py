@@ -1,4 +1,4 @@
-"""An EAGLE head as a drafter (Li et al. 2024, 2025), with keys, values and features over the target's blocks.
+"""An EAGLE or MTP head as a drafter (Li et al. 2024, 2025): keys, values and features in the target's blocks.
 
 Every step of the target leaves the features of its tokens in the blocks, beside its keys and values and valid
 exactly as long: so blocks from the prefix cache bring them along, and nothing is lost by preemption. The head
@@ -34,7 +34,7 @@ from minivllm.specs.caches import LayerCache
 
 
 def eagle(context: DraftContext) -> EagleDraft:
-    """The drafter of a loaded EAGLE or EAGLE-3 head."""
+    """The drafter of a loaded head."""
     head = context.draft_model
     if not isinstance(head, EagleHead):
         raise ValueError(f"{context.settings.method} needs a loaded head.")
@@ -53,7 +53,7 @@ class EagleDraft(CachedDraft):
         super().__init__(context, head, token_offset=1)
         if not context.limits.groups[0].layers:
             raise ConfigError(
-                "An EAGLE head keeps features beside full attention, of which the last stage has no layer: "
+                "A head keeps features beside full attention, of which the last stage has no layer: "
                 "choose "
                 "another method, or fewer stages."
             )

@@ -1,4 +1,4 @@
-"""An EAGLE draft head as weights and regions:
+"""An EAGLE or MTP draft head as weights and regions:
 one decoder layer that guesses from the target's own hidden states.
 
     EAGLE, EAGLE-2:  x = fc([embed(t); f]);                          attention and MLP on x -> next feature f'
@@ -6,15 +6,20 @@ one decoder layer that guesses from the target's own hidden states.
     EAGLE-3:         g = fc([low; middle; high]) of the target;
                      attention on [norm(embed(t)); norm(g)], residual g      -> next feature g'
                      logits = own head (norm(g')), over a draft vocabulary
+    MTP:             x = fc([norm(embed(t)); norm(f)]);              the layer on x, normed -> next feature f'
+                     logits = the target's head (f')
 
-t is the token behind the one whose hidden state f or g is: token i + 1 with the feature of position i, at
+f is the target's hidden state after its final norm.
+t is the token after the one whose hidden state f or g is: token i + 1 with the feature of position i, at
 position i. Where the target has not been yet, the head's own output f' or g' stands in for the feature. (Li
-et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3".)
+et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3"; DeepSeek-AI 2024, "DeepSeek-V3", whose MTP head is the layer
+of a model of experts: workers divide it as they divide the model.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,22 +34,30 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.program import Embed
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.model import Attend, AttendWeights, Hidden, TokenInputs
-from minivllm.models.norms import make_norm
+from minivllm.models.norms import AddNorm, make_norm
 from minivllm.models.pieces import Add
 from minivllm.program.fuse import fuse
-from minivllm.program.program import Piece, Program, Seam, World
+from minivllm.program.program import Code, Name, Piece, Program, Seam, World
 from minivllm.program.runner import Runner
-from minivllm.program.seams import Pick
+from minivllm.program.seams import Pick, Sum
 from minivllm.spec_decode.eagle.checkpoint import EagleTensors
 from minivllm.spec_decode.eagle.config import NUM_FUSED_LAYERS, EagleConfig
-from minivllm.spec_decode.eagle.pieces import DraftHead, Eagle3Input, EagleInput, FuseFeatures, ReadFeatures
+from minivllm.spec_decode.eagle.mtp import MtpTensors
+from minivllm.spec_decode.eagle.pieces import (
+    DraftHead,
+    Eagle3Input,
+    EagleInput,
+    FuseFeatures,
+    MtpInput,
+    ReadFeatures,
+)
 from minivllm.specs.caches import ROWS, TOKENS, LayerCache
-from minivllm.weights.stored_weight import StoredWeight
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 
 class EagleHead(Decoder):
     """A head for one target, whose embedding it shares unless it has another one,
-    and whose head EAGLE shares always.
+    and whose head EAGLE and MTP share always.
 
     Its layer's weights are held as a decoder's are. feature_size: values of a feature, which is kept for
     every token beside the keys and values.
@@ -53,13 +66,15 @@ class EagleHead(Decoder):
     def __init__(
         self,
         config: EagleConfig,
-        tensors: EagleTensors,
+        tensors: EagleTensors | MtpTensors,
         target: Decoder,
         *,
         max_model_len: int,
         choose_method: ChooseMethod,
+        divides_experts: bool = False,
     ) -> None:
-        """tensors: what load_weights will bring. max_model_len: positions of the rotary table."""
+        """tensors: what load_weights will bring. max_model_len: positions of the rotary table.
+        divides_experts: see Decoder."""
         super().__init__(
             config.layer,
             dtype=target.dtype,
@@ -67,7 +82,9 @@ class EagleHead(Decoder):
             cache_dtype=target.cache_dtype,
             device=target.device,
             max_model_len=max_model_len,
+            communicator=target.communicator if config.version == "mtp" else None,
             choose_method=choose_method,
+            divides_experts=divides_experts,
         )
         self.eagle = config
         self._target = target
@@ -101,21 +118,23 @@ class EagleHead(Decoder):
         """Take tensors under the names of ``EagleTensors``. Raises ModelError for maps of no use."""
         is_guessable: Tensor | None = None
         for name, tensor in weights:
-            assert isinstance(tensor, Tensor)
-            if name == "embed_tokens.weight":
+            if name.startswith("layers.0."):
+                self.layers[0].load(name.removeprefix("layers.0."), tensor, self.device)
+            elif name.startswith(("fc.", "lm_head.")):
+                part, kind = name.split(".")
+                (self.fc if part == "fc" else self.head).load(part, kind, tensor)
+            elif isinstance(tensor, QuantizedWeight):
+                raise ModelError(f"The head's tensor {name!r} is quantised, which only a matrix may be.")
+            elif name == "embed_tokens.weight":
                 self._load_embedding(tensor)
             elif name == "norm.weight":
                 self.final_norm = tensor.to(self.device)
             elif name == "d2t":
                 self.token_map = self._map_of(tensor.long()).to(self.device)
-            elif name == "t2d":
-                is_guessable = tensor
-            elif name.startswith("layers.0."):
-                self.layers[0].load(name.removeprefix("layers.0."), tensor, self.device)
             else:
-                part, kind = name.split(".")
-                (self.fc if part == "fc" else self.head).load(part, kind, tensor)
-        if not self.embedding and self._target.shard.size > 1:
+                assert name == "t2d", name
+                is_guessable = tensor
+        if not self.embedding and self._target.shard.size > self.shard.size:
             self.embedding = (self._gathered_embedding(),)
         if is_guessable is None or self.token_map is None:
             return
@@ -156,15 +175,17 @@ class EagleHead(Decoder):
 
     @property
     def weights_per_token(self) -> int:
-        fusion = [self.fc] if self.eagle.version == "eagle" else []  # EAGLE-3 fuses once for all guesses
-        linears = (*self.layers[0].linears, *fusion, self.head)
-        return sum(linear.out_features * linear.in_features for linear in linears)
+        is_eagle3 = self.eagle.version == "eagle3"
+        head = self._target.head if self.eagle.version == "mtp" else self.head
+        linears = (head,) if is_eagle3 else (self.fc, head)  # EAGLE-3 fuses once for all guesses
+        of_linears = sum(linear.out_features * linear.in_features for linear in linears)
+        return self.layers[0].weights_per_token + of_linears
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every weight of the head by ``change(weight)``; those of the target are not its own."""
         layer = self.layers[0]
-        for linear in (*layer.linears, self.fc, self.head):
-            linear.map_tensors(change)
+        for stored in (*layer.stored, self.fc, self.head):
+            stored.map_tensors(change)
         layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
         self.embedding = tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
@@ -184,10 +205,10 @@ class EagleHead(Decoder):
                 "The head's weights are of another kind than those they replace: start a new engine."
             )
         layer, others = self.layers[0], other.layers[0]
-        for linear, theirs in zip(
-            (*layer.linears, self.fc, self.head), (*others.linears, other.fc, other.head)
+        for stored, theirs in zip(
+            (*layer.stored, self.fc, self.head), (*others.stored, other.fc, other.head)
         ):
-            linear.tensors = theirs.tensors
+            stored.tensors = theirs.tensors
         layer.vectors, self.final_norm = others.vectors, other.final_norm
         self.embedding = other.embedding
         self.token_map = other.token_map
@@ -216,14 +237,16 @@ class EagleHead(Decoder):
         """Make the callables of all regions, among them what turns the target's hidden states into features.
         The target's ``build_regions`` comes first."""
         (cache,) = caches
+        self.compile_experts(compile_region)
         features = TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device)
         inputs = {**program_inputs(tokens, caches), "features": features}
         version, results = self.eagle.version, ("logits", "feature")
         self._step = BoundProgram(
-            fuse(self._program(), inputs, results=results, label=version), compile_region
+            fuse(self._program(), inputs, ranks=self.shard.size, results=results, label=version),
+            compile_region,
         )
         self._programs = [self._step]
-        if version == "eagle":
+        if version != "eagle3":
             self._features = self._target.compile_hidden_states(compile_region)
             return
         tapped = TensorSpec((TOKENS, self.eagle.target_hidden_size), self.dtype, self.device)
@@ -241,12 +264,17 @@ class EagleHead(Decoder):
     def _program(self) -> Program:
         layer, stream, is_eagle3 = self.layers[0], self.stream_spec, self.eagle.version == "eagle3"
         context = LayerContext(0, lambda: layer.vectors, lambda: (self.cos_sin[0], None), stream)
-        head_method = self._head_and_method[1]
-        embed = Embed(self._embedding_and_method[1], 1.0, None)
+        vocabulary = self._target.vocabulary
+        here = (vocabulary.start, vocabulary.stop) if self.shard.size > 1 else None
+        embed = Embed(self._embedding_and_method[1], 1.0, here)
         items: list[Piece | Seam] = [
             Piece(embed, ("token_ids",), {"embedded": stream}, lambda: (self._embedding_and_method[0],)),
+            Sum("embedded", stream),
             Piece(ReadFeatures(), ("features", "cache.0"), {"feature": stream}),
         ]
+        norm = make_norm(layer.spec.norms.kind, self.config.rms_norm_eps)
+        if self.eagle.version == "mtp":
+            return [*items, *self._layer_of_mtp(context, norm), self._draft_head("feature")]
         read = "h" if is_eagle3 else "stream"
         if is_eagle3:
             both = context.activation(2 * self.config.hidden_size)
@@ -265,18 +293,38 @@ class EagleHead(Decoder):
         items += [*q, o, Pick(), *layer.after_attention(context, False), *layer.leave(stream)]
         items.append(Piece(Add(), ("stream", "x"), {"feature": stream}))
         if is_eagle3:
-            norm = make_norm(layer.spec.norms.kind, self.config.rms_norm_eps)
             items.append(Piece(norm, ("feature",), {"h": stream}, lambda: (self.final_norm,)))
-        logits = TensorSpec((ROWS, self.vocab_size), self.dtype, self.device)
+        return [*items, self._draft_head("h" if is_eagle3 else "feature")]
+
+    def _layer_of_mtp(self, context: LayerContext, norm: Code) -> Program:
+        """From "embedded" and "feature" to the next "feature"."""
+        layer, stream = self.layers[0], self.stream_spec
+
+        def weights() -> tuple[Any, ...]:
+            return layer.vectors["enorm"], layer.vectors["hnorm"], self.fc.tensors
+
         return [
-            *items,
+            Piece(MtpInput(norm, self.fc.method), ("embedded", "feature"), {"stream": stream}, weights),
+            *layer.before_attention(context, is_first=True),
+            Pick(),
+            *layer.after_attention(context, False),
+            *layer.leave(stream),
             Piece(
-                DraftHead(head_method),
-                ("h" if is_eagle3 else "feature",),
-                {"logits": logits},
-                lambda: (self._head_and_method[0], self.token_map),
+                AddNorm(norm),
+                ("x", "stream"),
+                {"feature": stream, "stream": stream},
+                lambda: (self.final_norm,),
             ),
         ]
+
+    def _draft_head(self, read: Name) -> Piece:
+        """From the register ``read`` to "logits": where workers divide the target's head, of their part."""
+        logits = TensorSpec((ROWS, self.vocab_size), self.dtype, self.device)
+
+        def weights() -> tuple[Any, ...]:
+            return self._head_and_method[0], self.token_map
+
+        return Piece(DraftHead(self._head_and_method[1]), (read,), {"logits": logits}, weights)
 
     def features(self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs) -> Tensor:
         """Features [tokens, feature_size] of a step of the target, from what its tap hands out."""
@@ -301,14 +349,15 @@ class EagleHead(Decoder):
         whose feature is in ``features`` [blocks, block_size, feature_size]. attend: None where only keys and
         values are wanted.
         """
-        return self._step.body(token_ids, tokens, [cache], World(attend or _queries), features)
+        return self._step.body(token_ids, tokens, [cache], self.world(attend or _queries), features)
 
     def guess(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
         """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the
         picked rows (int32). hidden: from ``attended``. Tokens that the head cannot guess get the lowest logit
         there is."""
-        logits, features = self._step.tail(hidden, rows, tokens, World(no_attention))
-        return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
+        logits, features = self._step.tail(hidden, rows, tokens, self.world(no_attention))
+        is_eagle3 = self.eagle.version == "eagle3"
+        return (logits if is_eagle3 else self._target.gather_vocabulary(logits)), features
 
 
 def _queries(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arithmetic of an EAGLE head that no other layer has, as codes of pieces (see ``minivllm.program``)."""
+"""Arithmetic of EAGLE and MTP heads that no other layer has, as codes of pieces (``minivllm.program``)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.norm import rms_norm
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.program.program import Code
 from minivllm.specs.caches import LayerCache
 
 
@@ -46,6 +47,25 @@ class Eagle3Input:
         normed = rms_norm(feature, hidden_norm, self.eps)
         both = torch.cat((rms_norm(embedded, embedding_norm, self.eps), normed), dim=-1)
         return both, normed if self.norm_before_residual else feature
+
+
+@dataclass(frozen=True)
+class MtpInput:
+    """MTP: fc([norm(embedding); norm(feature)]), the residual stream."""
+
+    norm: Code
+    method: LinearMethod
+
+    def __call__(
+        self,
+        embedded: Tensor,
+        feature: Tensor,
+        embedding_norm: Tensor,
+        feature_norm: Tensor,
+        fc: LinearTensors,
+    ) -> Tensor:
+        both = torch.cat((self.norm(embedded, embedding_norm), self.norm(feature, feature_norm)), dim=-1)
+        return self.method.apply(both, fc)
 
 
 @dataclass(frozen=True)

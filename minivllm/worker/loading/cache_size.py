@@ -30,7 +30,7 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
         block_size,
         length,
         draft=draft,
-        is_shared=config.speculative is not None and config.speculative.model is not None,
+        is_shared=config.speculative is not None and config.speculative.has_model,
         may_drop=knows_windows,
         one_size=travels,
         elsewhere=elsewhere,

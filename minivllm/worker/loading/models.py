@@ -10,7 +10,7 @@ import torch
 
 from minivllm.checkpoints.choose import read_model_facts
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.config import EngineConfig
+from minivllm.config import EagleVersion, EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.stage import Stage
@@ -20,9 +20,11 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
 from minivllm.plugins.plugin import import_object
 from minivllm.plugins.points import MODEL_IMPLEMENTATIONS
-from minivllm.spec_decode.eagle.checkpoint import find_tensors, random_tensors
-from minivllm.spec_decode.eagle.config import EagleVersion, read_eagle_config
+from minivllm.spec_decode.eagle.checkpoint import EagleTensors, find_tensors, random_tensors
+from minivllm.spec_decode.eagle.config import EagleConfig, read_eagle_config
 from minivllm.spec_decode.eagle.head import EagleHead
+from minivllm.spec_decode.eagle.mtp import MtpTensors, mtp_config, mtp_tensors
+from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.facts import ModelFacts
 from minivllm.worker.loading.loader import ModelLoader
 
@@ -39,10 +41,11 @@ def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = 
     """The drafter's own model, if it has one:
     stored, computed and quantised as the target is, whole in the last stage. Raises ModelError."""
     speculative = config.speculative
-    if speculative is None or speculative.model_path is None or not (stage is None or stage.is_last):
+    if speculative is None or not speculative.has_model or not (stage is None or stage.is_last):
         return None
     if speculative.eagle_version is not None:
-        return _load_head(config, speculative.model_path, speculative.eagle_version, target)
+        return _load_head(config, speculative.eagle_version, target)
+    assert speculative.model_path is not None
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     return _load(
         config, read_model_facts(speculative.model_path, load_format), speculative.model_path, load_format
@@ -96,16 +99,35 @@ def _compiles(config: EngineConfig) -> bool:
     return not config.enforce_eager and cannot_compile_reason(torch.device(config.device)) is None
 
 
-def _load_head(config: EngineConfig, path: str, version: EagleVersion, target: Model) -> EagleHead:
+def _load_head(config: EngineConfig, version: EagleVersion, target: Model) -> EagleHead:
     if not isinstance(target, Decoder):
         raise ConfigError(f"No {version} head guesses for a {type(target).__name__}: choose another method.")
-    head_config = read_eagle_config(path, version, target.config)
-    is_dummy = config.load_format == "dummy"
-    tensors = random_tensors(head_config, config.seed) if is_dummy else find_tensors(path, head_config)
+    head_config, tensors, stored = _head_of(config, version, target.config)
     chooser = MethodChooser(
-        config.quantization, None, target.dtype, DevicePolicy.of(target.device), _compiles(config)
+        config.quantization, stored, target.dtype, DevicePolicy.of(target.device), _compiles(config)
     )
-    max_model_len = config.scheduler.max_model_len
-    head = EagleHead(head_config, tensors, target, max_model_len=max_model_len, choose_method=chooser)
+    head = EagleHead(
+        head_config,
+        tensors,
+        target,
+        max_model_len=config.scheduler.max_model_len,
+        choose_method=chooser,
+        divides_experts=config.expert_parallel and version == "mtp",
+    )
     head.load_weights(tensors.read(target.dtype))
     return head
+
+
+def _head_of(
+    config: EngineConfig, version: EagleVersion, target: DecoderConfig
+) -> tuple[EagleConfig, EagleTensors | MtpTensors, str | None]:
+    """Shape of the head, what it is loaded from, and how that is quantised."""
+    if version == "mtp":
+        stored = None if target.quantization is None else target.quantization.method
+        tensors = mtp_tensors(config.model_path, target, config.load_format, config.seed)
+        return mtp_config(target), tensors, stored
+    assert config.speculative is not None and config.speculative.model_path is not None
+    path = config.speculative.model_path
+    head = read_eagle_config(path, version, target)
+    is_dummy = config.load_format == "dummy"
+    return head, random_tensors(head, config.seed) if is_dummy else find_tensors(path, head), None
