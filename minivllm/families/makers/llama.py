@@ -185,14 +185,10 @@ _MISTRAL = Family(
 
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that sees images: a Llama, or the Mistral of a Pixtral."""
+    """The language model of a checkpoint that sees images."""
     text = tied_text_part(entries)
     kind = text.get("model_type", "llama")
-    if kind == "llama":
-        text = {**text, "sliding_window": None}
-    elif kind == "mistral" and entries.get("model_type") == "llava":
-        text = {**_MISTRAL.defaults, **text}
-    else:
+    if kind != "llama":
         raise ModelError(
             f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
             f"model of {entries.get('model_type')}."
@@ -200,9 +196,7 @@ def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _seeing(
-    architecture: str, model_type: str, prefixes: Mapping[str, str], image_parts: tuple[str, ...]
-) -> Family:
+def _seeing(architecture: str, model_type: str) -> Family:
     return replace(
         _LLAMA,
         architecture=architecture,
@@ -210,27 +204,16 @@ def _seeing(
         gguf_architecture=None,
         windowed=None,
         with_experts=None,
-        defaults={**_LLAMA.defaults, "sliding_window": None},
-        describe=partial(
-            dense,
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
-            reads_mlp_bias=True,
-            windows=_mistral_windows,
-        ),
-        has_windows=True,
         rewrite_config=_llama_text,
-        prefixes=prefixes,
-        left_out=image_parts,
+        prefixes=SMOLVLM_PREFIXES,
+        left_out=SMOLVLM_IMAGE_PARTS,
     )
 
 
-_SMOLVLM = (SMOLVLM_PREFIXES, SMOLVLM_IMAGE_PARTS)
 _LLAMA_FAMILIES = (
     _LLAMA,
-    _seeing("LlavaForConditionalGeneration", "llava", TEXT_PREFIXES, IMAGE_PARTS),
-    _seeing("Idefics3ForConditionalGeneration", "idefics3", *_SMOLVLM),
-    _seeing("SmolVLMForConditionalGeneration", "smolvlm", *_SMOLVLM),
+    _seeing("Idefics3ForConditionalGeneration", "idefics3"),
+    _seeing("SmolVLMForConditionalGeneration", "smolvlm"),
     _MISTRAL,
     _MINISTRAL3,
     _MINISTRAL3_IMAGES,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minivllm.errors import ModelError
+from minivllm.multimodal.spans.any_resolution import AnyResolution
 from minivllm.multimodal.spans.one_size import MarkedRun, OneRun
 from minivllm.multimodal.spans.span import Expansion
 from minivllm.multimodal.spans.tiles import Canvas, Tiles
@@ -23,6 +24,8 @@ def _llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Expansion
 
 _FAMILIES: Mapping[str, Make] = {
     "llava": _llava,
+    "llava_next": AnyResolution,
+    "llava_onevision": AnyResolution,
     "mistral3": Lines,
     "internvl": Canvas,
     "qwen2_vl": Grid,
