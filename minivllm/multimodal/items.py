@@ -20,8 +20,8 @@ class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
 
 
 def place_of(item: ImageItem, num_embeds: int) -> int:
-    """The position in the prompt of the first placeholder that cannot be read after so many embeddings; of the
-    span's end after all."""
+    """The position in the prompt of the first placeholder that cannot be read after so many embeddings;
+    of the span's end after all."""
     if num_embeds >= item.num_embeds:
         return item.offset + item.length
     if item.lines is not None:

@@ -168,12 +168,20 @@ def save_llava(directory: Path, kind: str = "clip") -> Path:
     return _save(directory, LlavaForConditionalGeneration(config), processor)
 
 
-def save_lines_of_tiles(directory: Path, kind: str = "llava-next") -> Path:
-    """Tiles of 12 × 12 pixels with 9 features each, at most 4 of them and the whole image; with OneVision, of
-    16 × 16 pixels with 16 features, at most 9 of them, whose features are resized to about those of 2."""
-    text = text_config().to_dict()
+def text_config_of(kind: str, **changes: Any) -> Any:
+    """The same for a Llama, a Mistral or a Qwen2."""
+    settings = text_config(**changes).to_dict()
     for name in ("model_type", "architectures"):
-        text.pop(name, None)
+        settings.pop(name, None)
+    if kind == "mistral":
+        return MistralConfig(**settings, sliding_window=24)
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](**settings)
+
+
+def save_lines_of_tiles(directory: Path, kind: str = "llava-next", text: Any = None) -> Path:
+    """Tiles of 12 × 12 pixels with 9 features each, at most 4 of them and the whole image; with OneVision, of
+    16 × 16 pixels with 16 features, at most 9 of them, whose features are resized to about those of 2.
+    text: the language model's configuration."""
     settings: dict[str, Any] = {"image_token_index": 2, "tie_word_embeddings": False}
     if kind == "llava-next":
         edge = 12
@@ -185,7 +193,7 @@ def save_lines_of_tiles(directory: Path, kind: str = "llava-next") -> Path:
     if kind == "llava-next":
         settings |= {
             "vision_config": CLIPVisionConfig(**_VISION, image_size=edge, projection_dim=32),
-            "text_config": MistralConfig(**text, sliding_window=24),
+            "text_config": text or text_config_of("mistral"),
         }
         processor: Any = LlavaNextImageProcessorPil(
             size={"shortest_edge": edge},
@@ -195,7 +203,7 @@ def save_lines_of_tiles(directory: Path, kind: str = "llava-next") -> Path:
         return _save(directory, LlavaNextForConditionalGeneration(LlavaNextConfig(**settings)), processor)
     settings |= {
         "vision_config": SiglipVisionConfig(**_VISION, image_size=edge, vision_use_head=False),
-        "text_config": Qwen2Config(**text),
+        "text_config": text or text_config_of("qwen2"),
         "video_token_index": 3,
         "vision_aspect_ratio": "anyres_max_2",
     }

@@ -75,7 +75,9 @@ def random_images(chance: Random, sees_itself: bool) -> tuple[list[int], list[Im
         for _ in range(num_units):
             runs.append((len(span), UNIT))
             span += [4] * UNIT + [1]
-        items.append(ImageItem(digest, len(prompt), len(span), runs, UNIT, SHAPE, num_units, sees_itself))
+        items.append(
+            ImageItem(digest, len(prompt), len(span), runs, UNIT, SHAPE, num_units, sees_itself=sees_itself)
+        )
         prompt += span + [chance.randrange(5) for _ in range(chance.randint(0, 3))]
     return prompt, items
 

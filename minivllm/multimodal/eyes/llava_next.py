@@ -1,6 +1,6 @@
-"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024): the encoder of LLaVA 1.5, for an image and
-for its tiles. Features of the tiles are laid side by side, as they lie in the image. Each line of them ends with
-a newline, an embedding that was learned."""
+"""LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024): the encoder of LLaVA 1.5, for an image
+and for its tiles. Features of the tiles are laid side by side, as they lie in the image. Each line of them
+ends with a newline, an embedding that was learned."""
 
 from __future__ import annotations
 

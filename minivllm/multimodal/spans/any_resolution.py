@@ -11,14 +11,14 @@ from minivllm.messages import FeatureLines
 from minivllm.multimodal.spans.span import Encode, Options, Span, image_token
 
 _STRATEGIES: Mapping[str, str] = {"clip_vision_model": "default", "siglip_vision_model": "full"}
-"""Image encoder -> the strategy that selects its patches alone. CLIP puts a token of the whole image first."""
+"""Image encoder -> the strategy that selects its patches alone. CLIP has a token of the whole image first."""
 _MAX_TILES = "anyres_max_"
 
 
 class AnyResolution:
-    """LLaVA-NeXT, LLaVA-OneVision: an image is resized to the listed size that suits it best, padded there, and
-    cut into tiles. The whole image is the first unit. All are one run, without the features of padding, and with
-    a newline after each line of features. OneVision resizes features where there are too many."""
+    """LLaVA-NeXT, LLaVA-OneVision: an image is resized to the listed size that suits it best, padded there,
+    and cut into tiles. The whole image is the first unit. All are one run, without the features of padding,
+    and with a newline after each line of features. OneVision resizes features where there are too many."""
 
     options: tuple[str, ...] = ()
     sees_itself = False
@@ -26,13 +26,12 @@ class AnyResolution:
     resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        vision = config["vision_config"]
-        self._is_next = config["model_type"] == "llava_next"
-        _check_encoder(config, "clip_vision_model" if self._is_next else "siglip_vision_model")
+        is_next = config["model_type"] == "llava_next"
         size = processor.get("crop_size") or processor["size"]
         self._edge = int(size.get("height") or size["shortest_edge"])
-        self._side = self._edge // int(vision["patch_size"])
-        self._most_tiles = None if self._is_next else _most_tiles(config)
+        _check_encoder(config, self._edge, "clip_vision_model" if is_next else "siglip_vision_model")
+        self._side = self._edge // int(config["vision_config"]["patch_size"])
+        self._most_tiles = None if is_next else _most_tiles(config)
         self._sizes = _tile_sizes(processor["image_grid_pinpoints"], self._edge)
         self.unit_embeds = self._side**2 + 1  # the last one is the newline
         self.unit_shape = self.least_unit_shape = 3, self._edge, self._edge
@@ -79,26 +78,28 @@ class AnyResolution:
         return Span(run, [(0, count)], num_units, self.unit_embeds, self.unit_shape, lines=lines)
 
 
-def _check_encoder(config: Mapping[str, Any], default: str) -> None:
-    """Raises ModelError where features would not be a square of patches."""
-    kind = config["vision_config"].get("model_type", default)
+def _check_encoder(config: Mapping[str, Any], edge: int, default: str) -> None:
+    """Raises ModelError where features of a tile of this edge [pixels] would not be a square of patches."""
+    vision = config["vision_config"]
+    kind, size = vision.get("model_type", default), vision.get("image_size", edge)
     strategy = config.get("vision_feature_select_strategy", _STRATEGIES[default])
     if _STRATEGIES.get(kind) != strategy:
         allowed = ", ".join(f"{selected!r} with {encoder!r}" for encoder, selected in _STRATEGIES.items())
         raise ModelError(
             f"vision_feature_select_strategy is {strategy!r} with the image encoder {kind!r}, but served are "
-            f'{allowed}. Start with limit_mm_per_prompt={{"image": 0}} to serve the model without images.'
+            f"{allowed}."
         )
+    if size != edge:
+        raise ModelError(f"Tiles have {edge} pixels, but vision_config.image_size is {size!r}.")
 
 
 def _most_tiles(config: Mapping[str, Any]) -> int:
     """How many tiles' features an image of OneVision has besides those of the whole. Raises ModelError."""
-    given = config.get("vision_aspect_ratio", f"{_MAX_TILES}9")
-    number = str(given).removeprefix(_MAX_TILES)
-    if not (str(given).startswith(_MAX_TILES) and number.isdecimal() and int(number) > 0):
+    given = str(config.get("vision_aspect_ratio", f"{_MAX_TILES}9"))
+    number = given.removeprefix(_MAX_TILES)
+    if not (given.startswith(_MAX_TILES) and number.isdecimal() and int(number) > 0):
         raise ModelError(
-            f"vision_aspect_ratio is {given!r}, but must be {_MAX_TILES!r} and a number of tiles. "
-            'Start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
+            f"vision_aspect_ratio is {given!r}, but must be {_MAX_TILES!r} and a number of tiles."
         )
     return int(number)
 
@@ -108,6 +109,6 @@ def _tile_sizes(sizes: Sequence[Sequence[int]], edge: int) -> list[tuple[int, in
     if not sizes or any(side <= 0 or side % edge for size in sizes for side in size):
         raise ModelError(
             f"image_grid_pinpoints is {sizes!r}, but must list heights and widths of whole tiles of {edge} "
-            'pixels. Start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
+            "pixels."
         )
     return [(height // edge, width // edge) for height, width in sizes]
