@@ -23,18 +23,10 @@ from minivllm.families.family import (
     text_part,
     tied_text_part,
 )
+from minivllm.families.languages import LLAMA, MISTRAL
 from minivllm.specs.layers import LayerSpec, MoeSpec, PositionScaling
 
 logger = logging.getLogger(__name__)
-
-
-def _mistral_windows(entries: Entries) -> Sequence[int | None]:
-    """In every layer, or as ``layer_types`` says:
-    transformers takes a Mistral with that entry for a Ministral."""
-    types = entries.layer_types()
-    if types is None:
-        return window_in_every_layer(entries)
-    return entries.windows_by_type(types, entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
 
 
 def _ministral3_windows(entries: Entries) -> Sequence[int | None]:
@@ -148,40 +140,6 @@ _MINISTRAL3_IMAGES = replace(
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,
 )
-_LLAMA = Family(
-    architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
-    model_type="llama",
-    gguf_architecture="llama",
-    defaults=defaults(
-        vocab_size=32000,
-        intermediate_size=11008,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
-    gguf_permutes_rotary=True,
-    windowed="MistralForCausalLM",
-    with_experts="MixtralForCausalLM",
-)
-
-_MISTRAL = Family(
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    gguf_architecture=None,  # published as "llama"
-    defaults=defaults(
-        vocab_size=32000,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        sliding_window=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    describe=partial(dense, windows=_mistral_windows),
-    has_windows=True,
-    gguf_permutes_rotary=True,
-)
 
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,7 +156,7 @@ def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _seeing(architecture: str, model_type: str) -> Family:
     return replace(
-        _LLAMA,
+        LLAMA,
         architecture=architecture,
         model_type=model_type,
         gguf_architecture=None,
@@ -211,10 +169,10 @@ def _seeing(architecture: str, model_type: str) -> Family:
 
 
 _LLAMA_FAMILIES = (
-    _LLAMA,
+    LLAMA,
     _seeing("Idefics3ForConditionalGeneration", "idefics3"),
     _seeing("SmolVLMForConditionalGeneration", "smolvlm"),
-    _MISTRAL,
+    MISTRAL,
     _MINISTRAL3,
     _MINISTRAL3_IMAGES,
     Family(

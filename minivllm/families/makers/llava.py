@@ -9,12 +9,9 @@ from minivllm.errors import ModelError
 from minivllm.families.dense import Description
 from minivllm.families.entries import Entries
 from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part, tied_text_part
-from minivllm.families.makers import llama, qwen
+from minivllm.families.languages import LLAMA, MISTRAL, QWEN2
 
-_KINDS = ("llama", "mistral", "qwen2")
-_TEXTS: Mapping[str, Family] = {
-    family.model_type: family for family in (*llama.FAMILIES, *qwen.FAMILIES) if family.model_type in _KINDS
-}
+_TEXTS: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2)}
 
 
 def _text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -27,7 +24,7 @@ def _text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in _TEXTS:
         raise ModelError(
             f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
-            f"model of {model}: served are {', '.join(_KINDS)}."
+            f"model of {model}: served are {', '.join(_TEXTS)}."
         )
     return {**_TEXTS[kind].defaults, **text, "model_type": kind}
 
