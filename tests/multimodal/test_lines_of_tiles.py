@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlavaNextProcessor, LlavaOnevisionProcessor, ProcessorMixin
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
 from minivllm.config import EngineArgs
 from minivllm.engine.resolve import resolve
@@ -20,7 +27,7 @@ from minivllm.multimodal.eyes.llava_next import in_lines
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.spans.any_resolution import AnyResolution
 from tests.multimodal.conftest import engine
-from tests.multimodal.models import picture, reference, save_lines_of_tiles, text_config_of
+from tests.multimodal.models import make_tokenizer, picture, reference, save_lines_of_tiles, text_config_of
 from tests.multimodal.test_parity import check
 
 KINDS = ("llava-next", "llava-onevision")
@@ -54,6 +61,33 @@ def test_lines_are_those_of_transformers(
     found = in_lines(embeds.flatten(0, 1), span.lines)
     assert len(found) == len(span.token_ids)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@cache
+def published(kind: str) -> tuple[AnyResolution, Any]:
+    """(expansion, processor of transformers) with the sizes of llava-v1.6 or llava-onevision-qwen2."""
+    tokenizer = make_tokenizer()
+    if kind == "llava-next":
+        images: Any = LlavaNextImageProcessorPil(size={"shortest_edge": 336}, crop_size=336)
+        processor: Any = LlavaNextProcessor(images, tokenizer, 14, "default", num_additional_image_tokens=1)
+        config = {"model_type": "llava_next", "vision_config": {"image_size": 336, "patch_size": 14}}
+    else:
+        images = LlavaOnevisionImageProcessorPil()
+        with patch.object(ProcessorMixin, "check_argument_for_proper_class"):  # it has no part for videos
+            processor = LlavaOnevisionProcessor(images, tokenizer, None, 27 * 27, "full")
+        config = {"model_type": "llava_onevision", "vision_config": {"image_size": 384, "patch_size": 14}}
+    return AnyResolution({**config, "image_token_index": 2}, images.to_dict()), processor
+
+
+@pytest.mark.parametrize(("kind", "edge", "most"), [(KINDS[0], 336, 2885), (KINDS[1], 384, 27010)])
+@settings(max_examples=300, deadline=None)
+@given(width=st.integers(1, 6000), height=st.integers(1, 6000))
+def test_lines_in_published_sizes(kind: str, edge: int, most: int, width: int, height: int) -> None:
+    expansion, processor = published(kind)
+    span = expansion.expand(width, height, {}, lambda text: [])
+    expected = processor._get_number_of_features(height, width, edge, edge) - (kind == "llava-next")
+    assert span.runs == [(0, expected)] and len(span.token_ids) == expected
+    assert span.num_units * span.unit_embeds <= expansion.most_embeds == most
 
 
 @pytest.mark.parametrize(
