@@ -61,6 +61,21 @@ class LoRARequest(msgspec.Struct, frozen=True):
         return self.lora_path
 
 
+class FeatureLines(msgspec.Struct, frozen=True):
+    """How features of an image's tiles become lines, each with a newline at its end (LLaVA-NeXT).
+
+    The first unit is the whole image, whose features stand before the lines. The tiles follow, row by row.
+    """
+
+    tiles: tuple[int, int]
+    """Rows and columns of tiles."""
+    margin: tuple[int, int]
+    """Rows at the top and as many at the bottom, columns on the left and as many on the right: they are left
+    out, since they show padding [features]."""
+    size: tuple[int, int]
+    """Rows and columns to which the others are resized [features]."""
+
+
 class ImageItem(msgspec.Struct, frozen=True):
     """An image of a prompt. Its span is all tokens that it brings."""
 
@@ -81,9 +96,13 @@ class ImageItem(msgspec.Struct, frozen=True):
     """Rows and columns of the only run, where a model rotates them in space (Qwen-VL)."""
     sees_itself: bool = False
     """All placeholders of a run see each other (Gemma 3), so a step computes a run as a whole."""
+    lines: FeatureLines | None = None
+    """None where embeddings are read in the order in which they are encoded. Otherwise they are read when all
+    units are encoded."""
 
     @property
     def num_embeds(self) -> int:
+        """Encoded ones. There are as many placeholders, except where they become lines."""
         return self.unit_embeds * self.num_units
 
     @property

@@ -36,10 +36,14 @@ def take_images(
         parts = []
         for number, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
+            name = f"messages[{index}].content[{number}]"
+            if isinstance(kind, str) and kind.startswith("video"):
+                raise RequestError(
+                    f"{name} is a video, which is not served: send some of its frames as images."
+                )
             if kind not in IMAGE_PARTS:
                 parts.append(part)
                 continue
-            name = f"messages[{index}].content[{number}]"
             if images is None:
                 raise RequestError(f"{name} is an image: at most 0 images per request. {no_images}")
             if len(pictures) == images.config.most_in_prompt:

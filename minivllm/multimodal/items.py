@@ -20,7 +20,12 @@ class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
 
 
 def place_of(item: ImageItem, num_embeds: int) -> int:
-    """The position in the prompt of the first placeholder after so many; of the span's end after all."""
+    """The position in the prompt of the first placeholder that cannot be read after so many embeddings;
+    of the span's end after all."""
+    if num_embeds >= item.num_embeds:
+        return item.offset + item.length
+    if item.lines is not None:
+        num_embeds = 0
     for first, count in item.runs:
         if num_embeds < count:
             return item.offset + first + num_embeds

@@ -130,6 +130,7 @@ class PromptImages:
                 num_units=span.num_units,
                 grid=span.grid,
                 sees_itself=self._expansion.sees_itself,
+                lines=span.lines,
             )
             if item.num_embeds > self.config.most_embeds:
                 raise RequestError(

@@ -168,6 +168,10 @@ def test_every_family_yields_exactly_the_weights_that_transformers_loads(
         ("gemma3", ("Gemma3ForConditionalGeneration", "gemma3")),
         ("ministral3", ("Mistral3ForConditionalGeneration", "mistral3")),
         ("mistral", ("Mistral3ForConditionalGeneration", "mistral3")),
+        ("llama", ("LlavaForConditionalGeneration", "llava")),
+        ("mistral", ("LlavaNextForConditionalGeneration", "llava_next")),
+        ("qwen2", ("LlavaNextForConditionalGeneration", "llava_next")),
+        ("qwen2", ("LlavaOnevisionForConditionalGeneration", "llava_onevision")),
     ],
 )
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -24,6 +24,12 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionProcessor,
     LlavaProcessor,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
@@ -56,6 +62,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -156,6 +166,53 @@ def save_llava(directory: Path, kind: str = "clip") -> Path:
         tie_word_embeddings=False,
     )
     return _save(directory, LlavaForConditionalGeneration(config), processor)
+
+
+def text_config_of(kind: str, **changes: Any) -> Any:
+    """The same for a Llama, a Mistral or a Qwen2."""
+    settings = text_config(**changes).to_dict()
+    for name in ("model_type", "architectures"):
+        settings.pop(name, None)
+    if kind == "mistral":
+        return MistralConfig(**settings, sliding_window=24)
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](**settings)
+
+
+def save_lines_of_tiles(directory: Path, kind: str = "llava-next", text: Any = None) -> Path:
+    """Tiles of 12 × 12 pixels with 9 features each, at most 4 of them and the whole image; with OneVision, of
+    16 × 16 pixels with 16 features, at most 9 of them, whose features are resized to about those of 2.
+    text: the language model's configuration."""
+    settings: dict[str, Any] = {"image_token_index": 2, "tie_word_embeddings": False}
+    if kind == "llava-next":
+        edge = 12
+        pinpoints = [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]]
+    else:
+        edge = 16
+        pinpoints = [[rows, columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    settings["image_grid_pinpoints"] = pinpoints = [[edge * side for side in size] for size in pinpoints]
+    if kind == "llava-next":
+        settings |= {
+            "vision_config": CLIPVisionConfig(**_VISION, image_size=edge, projection_dim=32),
+            "text_config": text or text_config_of("mistral"),
+        }
+        processor: Any = LlavaNextImageProcessorPil(
+            size={"shortest_edge": edge},
+            crop_size={"height": edge, "width": edge},
+            image_grid_pinpoints=pinpoints,
+        )
+        return _save(directory, LlavaNextForConditionalGeneration(LlavaNextConfig(**settings)), processor)
+    settings |= {
+        "vision_config": SiglipVisionConfig(**_VISION, image_size=edge, vision_use_head=False),
+        "text_config": text or text_config_of("qwen2"),
+        "video_token_index": 3,
+        "vision_aspect_ratio": "anyres_max_2",
+    }
+    processor = LlavaOnevisionImageProcessorPil(
+        size={"height": edge, "width": edge}, image_grid_pinpoints=pinpoints
+    )
+    return _save(
+        directory, LlavaOnevisionForConditionalGeneration(LlavaOnevisionConfig(**settings)), processor
+    )
 
 
 def save_tiles(directory: Path, kind: str = "idefics3") -> Path:
@@ -371,6 +428,16 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
         tokenizer.image_token, tokenizer.image_token_id, tokenizer.video_token = "<image>", 2, "<video>"
         with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
             return model, Qwen2_5_VLProcessor(images, tokenizer, None)
+    if model.config.model_type == "llava_next":
+        images = LlavaNextImageProcessorPil.from_pretrained(directory)
+        return model, LlavaNextProcessor(images, tokenizer, 4, "default", num_additional_image_tokens=1)
+    if model.config.model_type == "llava_onevision":
+        images = LlavaOnevisionImageProcessorPil.from_pretrained(directory)
+        most = model.config.vision_aspect_ratio
+        with patch.object(ProcessorMixin, "check_argument_for_proper_class"):
+            return model, LlavaOnevisionProcessor(
+                images, tokenizer, None, 16, "full", vision_aspect_ratio=most
+            )
     if model.config.model_type == "llava":
         is_clip = model.config.vision_config.model_type == "clip_vision_model"
         images = (CLIPImageProcessorPil if is_clip else SiglipImageProcessorPil).from_pretrained(directory)
@@ -420,6 +487,8 @@ KINDS = (
     "qwen3.5",
     "clip",
     "siglip",
+    "llava-next",
+    "llava-onevision",
     "idefics3",
     "smolvlm",
     "gemma3",
@@ -440,6 +509,8 @@ def save(directory: Path, kind: str) -> Path:
         return save_gemma3(directory)
     if kind in ("pixtral", "mistral3"):
         return save_lines(directory, kind)
+    if kind in ("llava-next", "llava-onevision"):
+        return save_lines_of_tiles(directory, kind)
     if kind.startswith("internvl"):
         return save_canvas(directory, kind)
     if kind.startswith("qwen3"):

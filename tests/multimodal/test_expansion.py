@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -13,6 +14,7 @@ from PIL import Image
 from minivllm.config import EngineArgs
 from minivllm.engine.resolve import resolve
 from minivllm.errors import RequestError
+from minivllm.multimodal.eyes.llava_next import in_lines
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.multimodal.spans.families import make_expansion
@@ -58,7 +60,10 @@ def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, s
         placeholders = [place for first, count in span.runs for place in range(first, first + count)]
         token = config.get("image_token_id", config.get("image_token_index"))
         assert placeholders == [place for place, one in enumerate(span.token_ids) if one == token]
-        assert len(placeholders) == span.num_units * span.unit_embeds
+        num_embeds = span.num_units * span.unit_embeds
+        if span.lines is not None:
+            num_embeds = len(in_lines(torch.zeros(num_embeds, 1), span.lines))
+        assert len(placeholders) == num_embeds
 
 
 TEXTS = st.lists(st.sampled_from(["word", "\n", "\n\n", " ", "<image>"]), min_size=1, max_size=12).map(

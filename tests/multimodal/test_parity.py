@@ -65,7 +65,9 @@ def test_published_experts_lie_transposed(directories: dict[str, Path], tmp_path
         pass
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5"))
+@pytest.mark.parametrize(
+    "kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5")
+)
 @pytest.mark.parametrize("budget", (7, 16, 31))
 def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
     directory = directories[kind]

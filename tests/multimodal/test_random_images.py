@@ -11,7 +11,7 @@ from minivllm.config import ImagesConfig, SchedulerConfig
 from minivllm.kv_cache.blocks.hashing import extend_block_hashes
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.messages import EngineRequest, ImageItem, ModelRunnerOutput, SchedulerOutput
+from minivllm.messages import EngineRequest, FeatureLines, ImageItem, ModelRunnerOutput, SchedulerOutput
 from minivllm.multimodal.encodings import Encodings
 from minivllm.multimodal.items import PixelTensors
 from minivllm.request import Request
@@ -56,7 +56,8 @@ class Worker(SimulatedWorker):
                 assert not item.sees_itself or not begin < end < stop, "a run that sees itself is cut"
                 for position in range(max(begin, start), min(stop, end)):
                     unit = (number + position - begin) // item.unit_embeds
-                    assert unit in self.units.get(item.digest, ()), "a token without its embedding"
+                    needed = {unit} if item.lines is None else set(range(item.num_units))
+                    assert needed <= self.units.get(item.digest, set()), "a token without its embedding"
                 number += count
 
 
@@ -64,8 +65,9 @@ def digest_pixels(digest: bytes, num_units: int) -> bytes:
     return digest[:1] * (4 * num_units)
 
 
-def random_images(chance: Random, sees_itself: bool) -> tuple[list[int], list[ImageItem]]:
-    """A prompt: texts of a few tokens, and images of one to three units with markers between them."""
+def random_images(chance: Random, kind: str) -> tuple[list[int], list[ImageItem]]:
+    """A prompt: texts of a few tokens, and images of one to three units with markers between them. Of the kind
+    "lines", they are one run of more or fewer placeholders than there are embeddings."""
     prompt = [chance.randrange(5) for _ in range(chance.randint(1, 6))]
     items = []
     for _ in range(chance.choice((0, 1, 1, 2))):
@@ -75,12 +77,29 @@ def random_images(chance: Random, sees_itself: bool) -> tuple[list[int], list[Im
         for _ in range(num_units):
             runs.append((len(span), UNIT))
             span += [4] * UNIT + [1]
-        items.append(ImageItem(digest, len(prompt), len(span), runs, UNIT, SHAPE, num_units, sees_itself))
+        lines = None
+        if kind == "lines":
+            lines = FeatureLines((1, num_units), (0, 0), (1, 1))
+            runs = [(1, num_units * UNIT + name % 4 - 2)]
+            span = [0, *[4] * runs[0][1], 1]
+        items.append(
+            ImageItem(
+                digest,
+                len(prompt),
+                len(span),
+                runs,
+                UNIT,
+                SHAPE,
+                num_units,
+                sees_itself=kind == "sees itself",
+                lines=lines,
+            )
+        )
         prompt += span + [chance.randrange(5) for _ in range(chance.randint(0, 3))]
     return prompt, items
 
 
-def run(seed: int, num_requests: int, *, sees_itself: bool, depth: int) -> Encodings:
+def run(seed: int, num_requests: int, *, kind: str, depth: int) -> Encodings:
     chance = Random(seed)
     config = SchedulerConfig(
         max_num_seqs=4,
@@ -118,7 +137,7 @@ def run(seed: int, num_requests: int, *, sees_itself: bool, depth: int) -> Encod
     aborted: set[str] = set()
     while len(given) < num_requests or scheduler.has_requests() or in_flight:
         if len(given) < num_requests and len(scheduler.requests) < 8 and chance.random() < 0.5:
-            prompt, items = random_images(chance, sees_itself)
+            prompt, items = random_images(chance, kind)
             sent = make_engine_request(str(len(given)), prompt, chance.randint(1, 6))
             sent = EngineRequest(
                 **{name: getattr(sent, name) for name in sent.__struct_fields__} | {"images": items}
@@ -171,15 +190,15 @@ def take(
         tokens[output.request_id] += output.new_token_ids
 
 
-@pytest.mark.parametrize("sees_itself", (False, True))
+@pytest.mark.parametrize("kind", ("runs", "sees itself", "lines"))
 @pytest.mark.parametrize("depth", (1, 2))
 @pytest.mark.parametrize(
     ("num_seeds", "num_requests"), [(12, 25), pytest.param(100, 50, marks=pytest.mark.slow)]
 )
 def test_every_token_has_its_embedding_and_bytes_agree(
-    sees_itself: bool, depth: int, num_seeds: int, num_requests: int
+    kind: str, depth: int, num_seeds: int, num_requests: int
 ) -> None:
     num_units = 0
     for seed in range(num_seeds):
-        num_units += run(seed, num_requests, sees_itself=sees_itself, depth=depth).num_encoded_units
+        num_units += run(seed, num_requests, kind=kind, depth=depth).num_encoded_units
     assert num_units > num_seeds * num_requests // 4

@@ -54,6 +54,8 @@ CASES |= {
             pytest.param("smolvlm", case, marks=[pytest.mark.slow] * (case in COMPILED), id=case)
             for case in CASES
         ),
+        pytest.param("llava-next", "TP 2 and PP 2", id="TP 2 and PP 2, lines of tiles"),
+        pytest.param("llava-onevision", "n-gram drafts", id="n-gram drafts, lines of tiles"),
         pytest.param("qwen2.5-vl", "TP 2 and PP 2", id="TP 2 and PP 2, positions in space"),
         pytest.param("qwen3-vl", "TP 2 and PP 2", id="TP 2 and PP 2, deeper features"),
         pytest.param("qwen3-vl", "n-gram drafts", id="n-gram drafts, deeper features"),
@@ -103,7 +105,7 @@ def test_a_draft_model_reads_text_only(directories: dict[str, Path], tmp_path: P
         assert llm.llm_engine.stats().num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ("clip", "smolvlm", "qwen3-vl"))
+@pytest.mark.parametrize("kind", ("clip", "llava-next", "smolvlm", "qwen3-vl"))
 def test_adapters_act_on_the_language_model(directories: dict[str, Path], tmp_path: Path, kind: str) -> None:
     directory = directories[kind]
     model, _ = reference(directory)

@@ -23,18 +23,10 @@ from minivllm.families.family import (
     text_part,
     tied_text_part,
 )
+from minivllm.families.languages import LLAMA, MISTRAL
 from minivllm.specs.layers import LayerSpec, MoeSpec, PositionScaling
 
 logger = logging.getLogger(__name__)
-
-
-def _mistral_windows(entries: Entries) -> Sequence[int | None]:
-    """In every layer, or as ``layer_types`` says:
-    transformers takes a Mistral with that entry for a Ministral."""
-    types = entries.layer_types()
-    if types is None:
-        return window_in_every_layer(entries)
-    return entries.windows_by_type(types, entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
 
 
 def _ministral3_windows(entries: Entries) -> Sequence[int | None]:
@@ -148,51 +140,13 @@ _MINISTRAL3_IMAGES = replace(
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,
 )
-_LLAMA = Family(
-    architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
-    model_type="llama",
-    gguf_architecture="llama",
-    defaults=defaults(
-        vocab_size=32000,
-        intermediate_size=11008,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
-    gguf_permutes_rotary=True,
-    windowed="MistralForCausalLM",
-    with_experts="MixtralForCausalLM",
-)
-
-_MISTRAL = Family(
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    gguf_architecture=None,  # published as "llama"
-    defaults=defaults(
-        vocab_size=32000,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        sliding_window=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    describe=partial(dense, windows=_mistral_windows),
-    has_windows=True,
-    gguf_permutes_rotary=True,
-)
 
 
 def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that sees images: a Llama, or the Mistral of a Pixtral."""
+    """The language model of a checkpoint that sees images."""
     text = tied_text_part(entries)
     kind = text.get("model_type", "llama")
-    if kind == "llama":
-        text = {**text, "sliding_window": None}
-    elif kind == "mistral" and entries.get("model_type") == "llava":
-        text = {**_MISTRAL.defaults, **text}
-    else:
+    if kind != "llama":
         raise ModelError(
             f"text_config.model_type is {kind!r}, which minivllm's own layers do not serve as the language "
             f"model of {entries.get('model_type')}."
@@ -200,38 +154,25 @@ def _llama_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _seeing(
-    architecture: str, model_type: str, prefixes: Mapping[str, str], image_parts: tuple[str, ...]
-) -> Family:
+def _seeing(architecture: str, model_type: str) -> Family:
     return replace(
-        _LLAMA,
+        LLAMA,
         architecture=architecture,
         model_type=model_type,
         gguf_architecture=None,
         windowed=None,
         with_experts=None,
-        defaults={**_LLAMA.defaults, "sliding_window": None},
-        describe=partial(
-            dense,
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
-            reads_mlp_bias=True,
-            windows=_mistral_windows,
-        ),
-        has_windows=True,
         rewrite_config=_llama_text,
-        prefixes=prefixes,
-        left_out=image_parts,
+        prefixes=SMOLVLM_PREFIXES,
+        left_out=SMOLVLM_IMAGE_PARTS,
     )
 
 
-_SMOLVLM = (SMOLVLM_PREFIXES, SMOLVLM_IMAGE_PARTS)
 _LLAMA_FAMILIES = (
-    _LLAMA,
-    _seeing("LlavaForConditionalGeneration", "llava", TEXT_PREFIXES, IMAGE_PARTS),
-    _seeing("Idefics3ForConditionalGeneration", "idefics3", *_SMOLVLM),
-    _seeing("SmolVLMForConditionalGeneration", "smolvlm", *_SMOLVLM),
-    _MISTRAL,
+    LLAMA,
+    _seeing("Idefics3ForConditionalGeneration", "idefics3"),
+    _seeing("SmolVLMForConditionalGeneration", "smolvlm"),
+    MISTRAL,
     _MINISTRAL3,
     _MINISTRAL3_IMAGES,
     Family(

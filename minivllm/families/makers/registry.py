@@ -9,10 +9,22 @@ from collections.abc import Mapping, Sequence
 
 from minivllm.errors import ConfigError, ModelError
 from minivllm.families.family import Family
-from minivllm.families.makers import deepseek, gemma, glm, gpt_oss, granite, lfm2, llama, olmo, phi, qwen
+from minivllm.families.makers import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    lfm2,
+    llama,
+    llava,
+    olmo,
+    phi,
+    qwen,
+)
 from minivllm.plugins.plugin import Plugins
 
-_MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, gpt_oss, deepseek, lfm2)
+_MODULES = (llama, qwen, llava, gemma, phi, olmo, glm, granite, gpt_oss, deepseek, lfm2)
 PLUGINS = Plugins(
     "family", {family.architecture: family for module in _MODULES for family in module.FAMILIES}
 )

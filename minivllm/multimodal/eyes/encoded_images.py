@@ -16,6 +16,7 @@ from minivllm.config import ImagesConfig
 from minivllm.messages import UnitsToEncode
 from minivllm.models.model import ImageRows
 from minivllm.multimodal.eyes.eye import Eye
+from minivllm.multimodal.eyes.llava_next import in_lines
 
 
 class EncodedImages:
@@ -79,14 +80,17 @@ class EncodedImages:
         first_token = 0
         for row in inputs.rows:
             for item in row.request.data.images:
-                number = 0  # of embeddings in the runs before
+                number = 0  # of placeholders in the runs before
                 for first, count in item.runs:
                     begin = max(item.offset + first, row.start)
                     end = min(item.offset + first + count, row.start + row.count)
                     if begin < end:
                         start = number + begin - item.offset - first
                         place = slice(first_token + begin - row.start, first_token + end - row.start)
-                        embeds = self._embeds[item.digest][start : start + end - begin]
+                        embeds = self._embeds[item.digest]
+                        if item.lines is not None:
+                            embeds = in_lines(embeds, item.lines)
+                        embeds = embeds[start : start + end - begin]
                         features[:, place] = embeds.unflatten(1, (self._levels, -1)).transpose(0, 1)
                         is_image[place] = True
                     number += count

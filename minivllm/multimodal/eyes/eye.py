@@ -18,12 +18,13 @@ from minivllm.multimodal.eyes.gemma3 import gemma3_parts
 from minivllm.multimodal.eyes.idefics3 import idefics3_parts
 from minivllm.multimodal.eyes.internvl import internvl_parts
 from minivllm.multimodal.eyes.llava import llava_parts
+from minivllm.multimodal.eyes.llava_next import llava_next_parts
 from minivllm.multimodal.eyes.pixtral import pixtral_parts
 from minivllm.multimodal.eyes.qwen import qwen_parts
 from minivllm.multimodal.facts import read_config, read_processor
 
 Parts = dict[str, nn.Module]
-"""Modules by the beginning of their names in a checkpoint, "model." left out."""
+"""Modules by the beginning of their names in a checkpoint, "model." left out; "" for one without a name."""
 
 Encode = Callable[[Tensor], Tensor]
 """Normalised pixels [units, channels, height, width] -> embeddings [units, embeds, levels · hidden]: what
@@ -92,6 +93,8 @@ class Eye:
 
 _FAMILIES = {
     "llava": llava_parts,
+    "llava_next": llava_next_parts,
+    "llava_onevision": llava_next_parts,
     "idefics3": idefics3_parts,
     "smolvlm": idefics3_parts,
     "gemma3": gemma3_parts,
@@ -133,7 +136,7 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
 def _load(directory: Path, parts: Parts) -> None:
     """Copy the tensors of a checkpoint into the modules. Raises ModelError."""
     targets = {
-        f"{part}.{_plain(name)}": tensor
+        f"{part}.{_plain(name)}".removeprefix("."): tensor
         for part, module in parts.items()
         for name, tensor in _tensors(module)
     }

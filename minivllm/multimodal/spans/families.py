@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minivllm.errors import ModelError
+from minivllm.multimodal.spans.any_resolution import AnyResolution
 from minivllm.multimodal.spans.one_size import MarkedRun, OneRun
 from minivllm.multimodal.spans.span import Expansion
 from minivllm.multimodal.spans.tiles import Canvas, Tiles
@@ -23,6 +24,8 @@ def _llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Expansion
 
 _FAMILIES: Mapping[str, Make] = {
     "llava": _llava,
+    "llava_next": AnyResolution,
+    "llava_onevision": AnyResolution,
     "mistral3": Lines,
     "internvl": Canvas,
     "qwen2_vl": Grid,
@@ -48,12 +51,15 @@ def make_expansion(
     processor's file in the directory ``source``. Raises ModelError where they do not say enough."""
     try:
         return _FAMILIES[family](config, processor)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(
-            f"{source}: the sizes of images do not follow from config.json and the image processor's file "
-            f"({error!r}): "
-            'start with limit_mm_per_prompt={"image": 0} to serve the model without images.'
-        ) from None
+    except ModelError as error:
+        reason = str(error)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = (
+            f"The sizes of images do not follow from config.json and the image processor's file ({error!r})."
+        )
+    raise ModelError(
+        f'{source}: {reason} Start with limit_mm_per_prompt={{"image": 0}} to serve the model without images.'
+    )
 
 
 def deeper_levels(config: Mapping[str, Any], source: str) -> int:

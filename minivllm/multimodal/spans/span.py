@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from minivllm.errors import ModelError
+from minivllm.messages import FeatureLines
 
 Options = Mapping[str, bool]
 """What a caller may choose for an image; see ``Expansion.options``."""
@@ -20,7 +21,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Span(NamedTuple):
-    """token_ids: of the span. runs, num_units, unit_embeds, unit_shape, grid: see ImageItem."""
+    """token_ids: of the span. All others: see ImageItem."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -28,6 +29,7 @@ class Span(NamedTuple):
     unit_embeds: int
     unit_shape: tuple[int, int, int]
     grid: tuple[int, int] = (0, 0)
+    lines: FeatureLines | None = None
 
 
 class Expansion(Protocol):
