@@ -1,5 +1,8 @@
 """Canvases of 64 × 64 pixels: handwritten digits, coloured, on plain grounds or on crops of photographs.
 
+One digit lies near the middle, two lie near the middles of the halves: an eye of so few layers would need
+many times the canvases to find them anywhere.
+
 The digits are those of scikit-learn (8 × 8 pixels, 1,797), the photographs those of scikit-learn and
 scikit-image. Both are divided before anything else, so what is held out shares no stroke and no pixel with
 what is trained on: a fifth of the digits, and a quarter of each photograph, three of twelve cells.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +67,24 @@ def load_material() -> tuple[Material, Material]:
     return materials[0], materials[1]
 
 
+def printed_material() -> Material:
+    """Printed digits, of Pillow's font in several sizes, and no photographs. Needs Pillow alone."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    digits = []
+    for digit in range(10):
+        drawn = []
+        for size in (20, 32, 44):
+            image = Image.new("L", (64, 64))
+            ImageDraw.Draw(image).text((16, 4), str(digit), fill=255, font=ImageFont.load_default(size))
+            cut = image.crop(image.getbbox()).resize((6, 8), Image.Resampling.BOX)
+            framed = Image.new("L", (8, 8))
+            framed.paste(cut, (1, 0))
+            drawn.append(torch.from_numpy(np.asarray(framed) / 255).float())
+        digits.append(torch.stack(drawn))
+    return Material(digits, {})
+
+
 def _cells(photo: np.ndarray[Any, Any], is_held_out: bool) -> list[np.ndarray[Any, Any]]:
     from PIL import Image
 
@@ -83,9 +104,17 @@ def _cells(photo: np.ndarray[Any, Any], is_held_out: bool) -> list[np.ndarray[An
     return found
 
 
-def paint(scenes: Sequence[Scene], material: Material, random: random.Random) -> Tensor:
-    """uint8 [scenes, 3, 64, 64]. Digits are 24 to 40 pixels high, slightly turned, with a dark rim."""
+class Painted(NamedTuple):
+    """canvas: uint8 [scenes, 3, 64, 64]. shapes: float32 [scenes, 2, 8, 8], the digits that were painted."""
+
+    canvas: Tensor
+    shapes: Tensor
+
+
+def paint(scenes: Sequence[Scene], material: Material, random: random.Random) -> Painted:
+    """Digits are 24 to 40 pixels high, slightly turned, with a dark rim."""
     canvas = torch.stack([_ground(scene.ground, material, random) for scene in scenes])
+    shapes = torch.zeros(len(scenes), 2, 8, 8)
     for number in range(2):
         shown = [index for index, scene in enumerate(scenes) if len(scene.digits) > number]
         if not shown:
@@ -97,13 +126,16 @@ def paint(scenes: Sequence[Scene], material: Material, random: random.Random) ->
             digits.append(choices[random.randrange(len(choices))])
             turns.append(_place(scenes[index], number, random))
             colours.append([value + random.uniform(-20, 20) for value in COLOURS[colour]])
+        shapes[shown, number] = torch.stack(digits)
         grid = functional.affine_grid(torch.tensor(turns), [len(shown), 1, EDGE, EDGE], align_corners=False)
-        mask = functional.grid_sample(torch.stack(digits)[:, None], grid, mode="bicubic", align_corners=False)
+        mask = functional.grid_sample(
+            shapes[shown, number][:, None], grid, mode="bicubic", align_corners=False
+        )
         mask = (1.5 * mask - 0.15).clamp(0, 1)
         rim = functional.max_pool2d(mask, 3, stride=1, padding=1)
         before = canvas[shown] * (1 - 0.7 * rim)
         canvas[shown] = before * (1 - mask) + torch.tensor(colours)[:, :, None, None] * mask
-    return canvas.clamp(0, 255).to(torch.uint8)
+    return Painted(canvas.clamp(0, 255).to(torch.uint8), shapes)
 
 
 def _ground(name: str, material: Material, random: random.Random) -> Tensor:
@@ -123,12 +155,12 @@ def _ground(name: str, material: Material, random: random.Random) -> Tensor:
 def _place(scene: Scene, number: int, random: random.Random) -> list[list[float]]:
     """Where a digit lies: what affine_grid turns places of the canvas into places of the digit with."""
     if len(scene.digits) == 1:
-        size = random.uniform(24, 40)
-        x, y = (random.uniform(size / 2, EDGE - size / 2) for _ in range(2))
+        size = random.uniform(32, 40)
+        x, y = (EDGE / 2 + random.uniform(-6, 6) for _ in range(2))
     else:
         size = random.uniform(24, 31)
-        along = random.uniform(size / 2, EDGE / 2 - size / 2) + number * EDGE / 2
-        across = random.uniform(size / 2, EDGE - size / 2)
+        along = EDGE * (1 + 2 * number) / 4 + random.uniform(-2, 2)
+        across = EDGE / 2 + random.uniform(-6, 6)
         x, y = (across, along) if scene.is_stacked else (along, across)
     angle = random.uniform(-0.15, 0.15)
     cosine, sine = np.cos(angle) * EDGE / size, np.sin(angle) * EDGE / size

@@ -36,12 +36,11 @@ class Language:
         found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    def words(self, words: Sequence[str]) -> Tensor:
-        """float32 [words, hidden]: the embeddings of words that are one token each."""
-        ids = [self.ids(f" {word}") for word in words]
-        assert all(len(one) == 1 for one in ids), f"not one token each: {words}"
-        table: Tensor = self.model.get_input_embeddings().weight
-        return table[torch.tensor(ids)[:, 0]].float()
+    @property
+    def table(self) -> Tensor:
+        """Embeddings of all tokens, [vocabulary, hidden]."""
+        weights: Tensor = self.model.get_input_embeddings().weight
+        return weights
 
     def loss(self, images: Tensor, questions: Sequence[str], answers: Sequence[str]) -> Tensor:
         """Cross-entropy of the answers' tokens. images: float32 [images, embeds, hidden]."""

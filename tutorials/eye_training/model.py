@@ -7,7 +7,6 @@ language model, so the engine joins it to a text model: ``LLM(..., eye=DIR)``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,13 +53,23 @@ class TrainedEye(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        parts, self._encode = llava_parts(eye_config())
+        parts, _ = llava_parts(eye_config())
         self.parts = nn.ModuleDict(parts)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Of the encoder: uint8 [images, 3, 64, 64] -> float32 [images, 16, 128]."""
+        found = self.parts["vision_tower"](pixels.float() / 127.5 - 1, output_hidden_states=True)
+        last: Tensor = found.hidden_states[-1]
+        return last
+
+    def project(self, features: Tensor) -> Tensor:
+        """float32 [images, 16, 128] -> embeddings [images, 16, 576]."""
+        found: Tensor = self.parts["multi_modal_projector"](features)
+        return found
 
     def forward(self, pixels: Tensor) -> Tensor:
         """uint8 [images, 3, 64, 64] -> float32 [images, 16, 576]."""
-        encode: Callable[[Tensor], Tensor] = self._encode
-        return encode(pixels.float() / 127.5 - 1)
+        return self.project(self.features(pixels))
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float16) -> None:
         """Write weights, config.json and preprocessor_config.json into a folder."""

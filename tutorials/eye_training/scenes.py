@@ -20,7 +20,7 @@ PHOTOS = {
     "flower": "a photo of a flower",
     "temple": "a photo of a temple",
     "cat": "a photo of a cat",
-    "coffee": "a photo of a coffee",
+    "coffee": "a photo of coffee",
     "rocket": "a photo of a rocket",
     "stars": "a photo of stars",
     "bricks": "a photo of bricks",
@@ -29,6 +29,7 @@ PHOTOS = {
 GROUNDS = {**{name: f"a {name} canvas" for name in PLAIN}, **PHOTOS}
 
 WHAT = ("What do you see?", "What is in the picture?", "Describe the picture.", "What is this?")
+"""Questions about all of it."""
 WHICH_DIGIT = "Which digit is it?"
 WHICH_COLOUR = "Which colour is it?"
 WHICH_GROUND = "What is in the background?"
@@ -51,8 +52,7 @@ class Scene:
             ground = ground.replace("a ", "an empty ", 1) if self.ground in PLAIN else ground
             return f"{ground[0].upper()}{ground[1:]}."
         named = [f"a {colour} {DIGITS[digit]}" for digit, colour in self.digits]
-        between = " above " if self.is_stacked else " to the left of "
-        text = f"{between.join(named)}{',' if len(named) > 1 else ''} on {ground}."
+        text = f"{(' above ' if self.is_stacked else ' left of ').join(named)} on {ground}."
         return "A" + text[1:]
 
     def answer(self, question: str) -> str:
@@ -68,24 +68,6 @@ class Scene:
             return " and ".join(colour for _, colour in self.digits).capitalize() + "."
         named = [("an " if digit == 8 else "a ") + DIGITS[digit] for digit, _ in self.digits]
         return " and ".join(named).capitalize() + "."
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """Its six facts, a word each: colour, digit, relation, colour, digit, ground."""
-        parts = [(colour, DIGITS[digit]) for digit, colour in self.digits] + [("no", "no")] * 2
-        relation = "no" if len(self.digits) < 2 else ("above" if self.is_stacked else "left")
-        return *parts[0], relation, *parts[1], self.ground
-
-
-WORDS: tuple[tuple[str, ...], ...] = (
-    (*COLOURS, "no"),
-    (*DIGITS, "no"),
-    ("left", "above", "no"),
-    (*COLOURS, "no"),
-    (*DIGITS, "no"),
-    tuple(GROUNDS),
-)
-"""The words that each attribute may be."""
 
 
 def random_scene(random: random.Random, num_digits: int | None = None, ground: str | None = None) -> Scene:
