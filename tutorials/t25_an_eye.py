@@ -137,7 +137,7 @@ def without_a_digit() -> str:
 
 
 @lesson.exercise(
-    "The eye was trained on handwriting. Train it for 40 seconds on printed digits: how far does the loss fall?"
+    "It learned from handwriting. Train it on printed digits for 40 seconds: how far does the loss fall?"
 )
 def printed_digits() -> str:
     import torch

@@ -1,10 +1,11 @@
 """Training of the eye in ``tutorials/eye``: canvases with digits, an encoder of 1.7 million weights, marks.
 
     pip install 'minivllm[eye]'
-    python -m tutorials.eye_training words OUT       # phase 1: the eye learns words
-    python -m tutorials.eye_training language OUT    # phase 2: it learns to be read by SmolLM2
-    python -m tutorials.eye_training marks OUT       # what it knows about canvases that it has not seen
+    python -m tutorials.eye_training attributes OUT   # phase 1: what is on a canvas; the encoder alone
+    python -m tutorials.eye_training words OUT        # phase 2: says it in SmolLM2's embeddings of words
+    python -m tutorials.eye_training language OUT     # phase 3: is read by SmolLM2, which is frozen
+    python -m tutorials.eye_training marks OUT        # canvases that it has not seen
 
 ``scenes`` says what is on a canvas and in which words; ``canvases`` paints it; ``model`` makes the encoder;
-``language`` reads it with SmolLM2; ``training`` is both phases; ``marks`` measures.
+``language`` reads it with SmolLM2; ``training`` is the three phases; ``marks`` measures.
 """

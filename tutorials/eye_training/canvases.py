@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,17 +104,9 @@ def _cells(photo: np.ndarray[Any, Any], is_held_out: bool) -> list[np.ndarray[An
     return found
 
 
-class Painted(NamedTuple):
-    """canvas: uint8 [scenes, 3, 64, 64]. shapes: float32 [scenes, 2, 8, 8], the digits that were painted."""
-
-    canvas: Tensor
-    shapes: Tensor
-
-
-def paint(scenes: Sequence[Scene], material: Material, random: random.Random) -> Painted:
-    """Digits are 24 to 40 pixels high, slightly turned, with a dark rim."""
+def paint(scenes: Sequence[Scene], material: Material, random: random.Random) -> Tensor:
+    """uint8 [scenes, 3, 64, 64]. Digits are 24 to 40 pixels high, slightly turned, with a dark rim."""
     canvas = torch.stack([_ground(scene.ground, material, random) for scene in scenes])
-    shapes = torch.zeros(len(scenes), 2, 8, 8)
     for number in range(2):
         shown = [index for index, scene in enumerate(scenes) if len(scene.digits) > number]
         if not shown:
@@ -126,16 +118,13 @@ def paint(scenes: Sequence[Scene], material: Material, random: random.Random) ->
             digits.append(choices[random.randrange(len(choices))])
             turns.append(_place(scenes[index], number, random))
             colours.append([value + random.uniform(-20, 20) for value in COLOURS[colour]])
-        shapes[shown, number] = torch.stack(digits)
         grid = functional.affine_grid(torch.tensor(turns), [len(shown), 1, EDGE, EDGE], align_corners=False)
-        mask = functional.grid_sample(
-            shapes[shown, number][:, None], grid, mode="bicubic", align_corners=False
-        )
+        mask = functional.grid_sample(torch.stack(digits)[:, None], grid, mode="bicubic", align_corners=False)
         mask = (1.5 * mask - 0.15).clamp(0, 1)
         rim = functional.max_pool2d(mask, 3, stride=1, padding=1)
         before = canvas[shown] * (1 - 0.7 * rim)
         canvas[shown] = before * (1 - mask) + torch.tensor(colours)[:, :, None, None] * mask
-    return Painted(canvas.clamp(0, 255).to(torch.uint8), shapes)
+    return canvas.clamp(0, 255).to(torch.uint8)
 
 
 def _ground(name: str, material: Material, random: random.Random) -> Tensor:

@@ -68,7 +68,7 @@ def held_out_scenes(count: int, seed: int = 7) -> list[Scene]:
 def measure(answer: Answer, held_out: Material, count: int) -> dict[str, float]:
     """The share that is right, by mark."""
     scenes = held_out_scenes(count)
-    canvases = paint(scenes, held_out, random.Random(7)).canvas
+    canvases = paint(scenes, held_out, random.Random(7))
     rated = rate_answers(scenes, answer(canvases))
     return {name: sum(found) / len(found) for name, found in rated.items()}
 
@@ -79,7 +79,7 @@ def write_sheet(folder: Path, held_out: Material, count: int = 64) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     scenes = held_out_scenes(count, seed=11)
-    canvases = paint(scenes, held_out, random.Random(11)).canvas
+    canvases = paint(scenes, held_out, random.Random(11))
     sheet = Image.new("RGB", (8 * EDGE, -(-count // 8) * EDGE))
     for index, canvas in enumerate(canvases):
         place = index % 8 * EDGE, index // 8 * EDGE

@@ -1,4 +1,4 @@
-"""Both phases of the training. Each writes a checkpoint every so many steps, and may be stopped there."""
+"""The three phases of the training. Each writes checkpoints, and may be stopped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from torch.nn import functional
 
 from tutorials.eye_training.canvases import Material, paint
 from tutorials.eye_training.language import Language
-from tutorials.eye_training.model import NUM_EMBEDS, WIDTH, TrainedEye
-from tutorials.eye_training.scenes import Scene, random_question, random_scene
+from tutorials.eye_training.model import NUM_EMBEDS, PATCH, WIDTH, TrainedEye
+from tutorials.eye_training.scenes import (
+    COLOURS,
+    DIGITS,
+    GROUNDS,
+    PLAIN,
+    Scene,
+    random_question,
+    random_scene,
+)
 
 REPORT = 50
-"""Steps of the first phase between two lines."""
+"""Steps of the first two phases between two lines."""
+EASY = 0.15
+"""The share of the first phase's steps in which all canvases have one digit on a plain ground."""
 
 
 def rate(step: int, steps: int, peak: float) -> float:
@@ -27,11 +37,93 @@ def rate(step: int, steps: int, peak: float) -> float:
     return peak * min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
+@torch.no_grad()
+def whiten_patches(eye: TrainedEye, canvases: Tensor) -> None:
+    """Start from patches whose principal components are about equally large.
+
+    Of a patch's variance nearly all is its mean colour, so an eye that starts from random weights learns
+    colours, and for a long time no shapes.
+    """
+    embeddings = next(module for module in eye.modules() if hasattr(module, "patch_embedding"))
+    patches = functional.unfold(canvases.float() / 127.5 - 1, PATCH, stride=PATCH)
+    flat = patches.transpose(1, 2).flatten(0, 1)
+    values, vectors = torch.linalg.eigh(torch.cov(flat.T))
+    scale = (values + values[-32]).rsqrt()
+    weight = (vectors * scale)[:, -WIDTH:].T
+    embeddings.patch_embedding.weight.copy_(weight.view_as(embeddings.patch_embedding.weight))
+    embeddings.patch_embedding.bias.copy_(-weight @ flat.mean(0))
+    embeddings.position_embedding.weight.normal_(0, 0.5)
+
+
+class Attributes(nn.Module):
+    """Reads the facts of a scene from all embeddings of the encoder; thrown away after the first phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes = [len(DIGITS)] * 2 + [len(COLOURS)] * 2 + [4, len(GROUNDS)]
+        self._read = nn.Linear(NUM_EMBEDS * WIDTH, sum(self._sizes))
+
+    def loss(self, features: Tensor, scenes: list[Scene]) -> tuple[Tensor, list[Tensor]]:
+        """(loss, right): cross-entropy, and for both digits, both colours, the layout and the ground which
+        scenes are read rightly, those left out that have none."""
+        logits = self._read(features.flatten(1)).split(self._sizes, dim=1)
+        loss, right = features.new_zeros(()), []
+        for number, part in enumerate(logits):
+            target = torch.tensor([self._facts(scene)[number] for scene in scenes])
+            total = functional.cross_entropy(part, target, ignore_index=-1, reduction="sum")
+            loss = loss + total / max(1, int((target >= 0).sum()))
+            right.append((part.argmax(1) == target)[target >= 0])
+        return loss, right
+
+    @staticmethod
+    def _facts(scene: Scene) -> tuple[int, ...]:
+        """-1: the scene has none."""
+        digits = [digit for digit, _ in scene.digits] + [-1, -1]
+        colours = [list(COLOURS).index(colour) for _, colour in scene.digits] + [-1, -1]
+        layout = len(scene.digits) + scene.is_stacked
+        return *digits[:2], *colours[:2], layout, list(GROUNDS).index(scene.ground)
+
+
+def learn_attributes(
+    folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int
+) -> None:
+    """The first phase: the encoder alone, which learns what is on a canvas."""
+    torch.manual_seed(seed)
+    numbers = random.Random(seed)
+    eye, attributes = TrainedEye(), Attributes()
+    some = [random_scene(numbers) for _ in range(2000)]
+    whiten_patches(eye, paint(some, material[0], numbers))
+    parameters = [*eye.parts["vision_tower"].parameters(), *attributes.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    start = time.perf_counter()
+    for step in range(steps):
+        is_easy = step < EASY * steps
+        scenes = [
+            random_scene(numbers, 1, numbers.choice(list(PLAIN))) if is_easy else random_scene(numbers)
+            for _ in range(batch)
+        ]
+        optimizer.param_groups[0]["lr"] = rate(step, steps, 1e-3)
+        loss, _ = attributes.loss(eye.features(paint(scenes, material[0], numbers)), scenes)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if step % REPORT == REPORT - 1:
+            print(_line(step, loss, start), flush=True)
+        if step % 200 == 199 or step == steps - 1:
+            eye.save(folder, torch.float32)
+            held_out = random.Random(1)
+            scenes = [random_scene(held_out) for _ in range(400)]
+            with torch.no_grad():
+                _, right = attributes.loss(eye.features(paint(scenes, material[1], held_out)), scenes)
+            print("held out:", *(f"{found.float().mean().item():.3f}" for found in right), flush=True)
+
+
 class Words:
-    """The first phase's targets: an image's embeddings are to be those of its caption's tokens, in order.
+    """The second phase's targets: an image's embeddings are to be those of its caption's tokens, in order.
 
     After the caption come newlines. So the language model reads images as texts from the first step of the
-    second phase on, which then takes far fewer canvases.
+    third phase on, which then takes far fewer canvases.
     """
 
     def __init__(self, language: Language) -> None:
@@ -60,35 +152,26 @@ class Words:
         return loss, distances.argmin(-1) == target
 
 
-def learn_words(folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int) -> None:
-    """The first phase: no language model but its table of embeddings.
-
-    A second task gives more to learn from a canvas than its few words do: to draw the digits, 8 × 8 pixels
-    each, as they were before they were moved, turned and coloured. What draws them is thrown away.
-    """
+def learn_words(
+    start: Path, folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int
+) -> None:
+    """The second phase, from the checkpoint in ``start``: no language model but its table of embeddings."""
     torch.manual_seed(seed)
     numbers = random.Random(seed)
-    eye, words = TrainedEye(), Words(Language())
-    draw = nn.Linear(NUM_EMBEDS * WIDTH, 2 * 64)
-    parameters = [*eye.parameters(), *draw.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
-    start, window = time.perf_counter(), []
+    eye, words = TrainedEye().load(start), Words(Language())
+    optimizer = torch.optim.AdamW(eye.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    began = time.perf_counter()
     for step in range(steps):
         scenes = [random_scene(numbers) for _ in range(batch)]
-        optimizer.param_groups[0]["lr"] = rate(step, steps, 1.5e-3)
-        canvas, shapes = paint(scenes, material[0], numbers)
-        features = eye.features(canvas)
-        loss, _ = words.loss(eye.project(features), scenes)
-        drawn = functional.mse_loss(draw(features.flatten(1)), shapes.flatten(1))
+        optimizer.param_groups[0]["lr"] = rate(step, steps, 1e-3)
+        loss, _ = words.loss(eye(paint(scenes, material[0], numbers)), scenes)
         optimizer.zero_grad()
-        (loss + 4 * drawn).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(eye.parameters(), 1.0)
         optimizer.step()
-        window.append((loss.item(), drawn.item()))
         if step % REPORT == REPORT - 1:
-            mean = torch.tensor(window[-REPORT:]).mean(0)
-            print(_line(step, mean[0], start), f" drawn {mean[1].item():.4f}", flush=True)
-        if step % 250 == 249 or step == steps - 1:
+            print(_line(step, loss, began), flush=True)
+        if step % 200 == 199 or step == steps - 1:
             eye.save(folder, torch.float32)
             with torch.no_grad():
                 print("held out:", *_words_known(eye, words, material[1]), sep="\n", flush=True)
@@ -99,7 +182,7 @@ def _words_known(eye: TrainedEye, words: Words, held_out: Material) -> list[str]
     numbers, found = random.Random(1), []
     for count in (1, 2):
         scenes = [random_scene(numbers, count) for _ in range(300)]
-        _, right = words.loss(eye(paint(scenes, held_out, numbers).canvas), scenes)
+        _, right = words.loss(eye(paint(scenes, held_out, numbers)), scenes)
         found.append(" ".join(f"{share:.2f}" for share in right.float().mean(0).tolist()))
     return found
 
@@ -124,7 +207,7 @@ def language_losses(
         scenes = [scene(numbers) for _ in range(batch)]
         questions = [random_question(numbers) for _ in scenes]
         answers = [one.answer(question) for one, question in zip(scenes, questions)]
-        loss = language.loss(eye(paint(scenes, material, numbers).canvas), questions, answers)
+        loss = language.loss(eye(paint(scenes, material, numbers)), questions, answers)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(eye.parameters(), 1.0)
@@ -135,7 +218,7 @@ def language_losses(
 def learn_language(
     start: Path, folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int
 ) -> None:
-    """The second phase, from the checkpoint in ``start``."""
+    """The third phase, from the checkpoint in ``start``."""
     eye = TrainedEye().load(start)
     began, losses = time.perf_counter(), []
     for loss in language_losses(eye, Language(), material[0], steps=steps, batch=batch, seed=seed):
