@@ -155,19 +155,24 @@ class Words:
 def learn_words(
     start: Path, folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int
 ) -> None:
-    """The second phase, from the checkpoint in ``start``: no language model but its table of embeddings."""
+    """The second phase, from the checkpoint in ``start``: no language model but its table of embeddings.
+
+    The encoder goes on learning facts as well: of a caption's words, few tell one digit from another.
+    """
     torch.manual_seed(seed)
-    numbers = random.Random(seed)
-    eye, words = TrainedEye().load(start), Words(Language())
-    optimizer = torch.optim.AdamW(eye.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    numbers = random.Random(seed + 1)
+    eye, attributes, words = TrainedEye().load(start), Attributes(), Words(Language())
+    parameters = [*eye.parameters(), *attributes.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
     began = time.perf_counter()
     for step in range(steps):
         scenes = [random_scene(numbers) for _ in range(batch)]
         optimizer.param_groups[0]["lr"] = rate(step, steps, 1e-3)
-        loss, _ = words.loss(eye(paint(scenes, material[0], numbers)), scenes)
+        features = eye.features(paint(scenes, material[0], numbers))
+        loss = attributes.loss(features, scenes)[0] + 4 * words.loss(eye.project(features), scenes)[0]
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(eye.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if step % REPORT == REPORT - 1:
             print(_line(step, loss, began), flush=True)
@@ -200,7 +205,7 @@ def language_losses(
 ) -> Iterator[float]:
     """Train an eye through the frozen language model, and give the loss of every step: cross-entropy of the
     answers' tokens. scene: draws what a canvas is to show."""
-    numbers = random.Random(seed)
+    numbers = random.Random(seed + 2)
     optimizer = torch.optim.AdamW(eye.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate(step, steps, peak)
