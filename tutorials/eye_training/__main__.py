@@ -16,7 +16,7 @@ from tutorials.eye_training.scenes import WHAT
 from tutorials.eye_training.training import learn_attributes, learn_language, learn_words
 
 SHIPPED = Path(__file__).parents[1] / "eye"
-SIZES = {"attributes": (1600, 64), "words": (1600, 64), "language": (250, 16)}
+SIZES = {"attributes": (1600, 64), "words": (1600, 64), "language": (120, 16)}
 """Steps and canvases of a step that the shipped eye took."""
 
 

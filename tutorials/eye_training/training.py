@@ -199,22 +199,26 @@ def language_losses(
     *,
     steps: int,
     batch: int,
-    peak: float = 5e-4,
+    peak: float = 3e-4,
     seed: int = 0,
     scene: Callable[[random.Random], Scene] = random_scene,
 ) -> Iterator[float]:
     """Train an eye through the frozen language model, and give the loss of every step: cross-entropy of the
-    answers' tokens. scene: draws what a canvas is to show."""
-    numbers = random.Random(seed + 2)
+    answers' tokens. scene: draws what a canvas is to show.
+
+    A little of the second phase's loss goes on, so that the eye goes on saying words.
+    """
+    numbers, words = random.Random(seed + 2), Words(language)
     optimizer = torch.optim.AdamW(eye.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate(step, steps, peak)
         scenes = [scene(numbers) for _ in range(batch)]
         questions = [random_question(numbers) for _ in scenes]
         answers = [one.answer(question) for one, question in zip(scenes, questions)]
-        loss = language.loss(eye(paint(scenes, material, numbers)), questions, answers)
+        images = eye(paint(scenes, material, numbers))
+        loss = language.loss(images, questions, answers)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + 0.5 * words.loss(images, scenes)[0]).backward()
         torch.nn.utils.clip_grad_norm_(eye.parameters(), 1.0)
         optimizer.step()
         yield loss.item()
