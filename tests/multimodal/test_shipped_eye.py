@@ -12,7 +12,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.conversation.slash_commands import run_command
 from tutorials.eye_training.marks import rate_answers, read_answer, read_sheet
-from tutorials.eye_training.scenes import WHAT, Scene
+from tutorials.eye_training.scenes import WHAT, WHICH_COLOUR, WHICH_DIGIT, Scene
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "eye"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -75,6 +75,48 @@ def test_unseen_canvases_are_described(llm: LLM) -> None:
         # Of so few canvases; the marks are those of many.
         assert share >= measured[name] - 0.12, f"{name}: {shares}"
     assert shares["colour"] >= 0.8 and shares["ground"] >= 0.8
+
+
+@pytest.mark.slow
+def test_the_engine_answers_as_llava_of_transformers(smollm2_path: Path) -> None:
+    """With the weights of both, in float32."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM, LlavaForConditionalGeneration
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    text = AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
+    config = AutoConfig.from_pretrained(FOLDER)
+    config.text_config = text.config
+    both = LlavaForConditionalGeneration(config).eval()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    stored = {name: tensor.float() for name, tensor in load_file(FOLDER / "model.safetensors").items()}
+    for part in ("vision_tower", "multi_modal_projector"):
+        tensors = {
+            name.removeprefix(f"{part}."): one for name, one in stored.items() if name.startswith(part)
+        }
+        getattr(both.model, part).load_state_dict(tensors)
+    processor = SiglipImageProcessorPil.from_pretrained(FOLDER)
+    images = [image for _, image in read_sheet(FOLDER / "unseen")][:6]
+    settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 64}
+    with LLM(str(smollm2_path), eye=str(FOLDER), device="cpu", dtype="float32", **settings) as llm:  # type: ignore[arg-type]
+        for question, image in zip((*WHAT, WHICH_DIGIT, WHICH_COLOUR), images):
+            parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
+            (output,) = llm.chat([[{"role": "user", "content": parts}]], GREEDY, use_tqdm=False)
+            ids = torch.tensor([output.prompt_token_ids])
+            with torch.inference_mode():
+                answer = both.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    pixel_values=processor(image, return_tensors="pt")["pixel_values"],
+                    max_new_tokens=20,
+                    do_sample=False,
+                    eos_token_id=2,
+                )
+            assert answer[0, ids.shape[1] :].tolist() == output.outputs[0].token_ids
 
 
 def test_the_chat_sends_a_picture(llm: LLM, tmp_path: Path) -> None:
