@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Language:
         )
         before, after = text.split(f"{PLACEHOLDER}?")
         self._before, self._after = self.ids(before), after
+        self._prefix: Any = None
 
     def ids(self, text: str) -> list[int]:
         """Its tokens; special ones count."""
@@ -82,11 +84,14 @@ class Language:
         """What makes the model go on after the beginning of every chat, which is computed once."""
         from transformers import DynamicCache
 
-        if not hasattr(self, "_prefix"):
+        parameters = inspect.signature(type(self.model.model).forward).parameters
+        name = "cache" if "cache" in parameters else "past_key_values"  # transformers before 5.24
+        if self._prefix is None:
+            self._prefix = DynamicCache()
             with torch.no_grad():
-                self._prefix = self.model.model(torch.tensor([self._before]), use_cache=True).past_key_values
+                self.model.model(torch.tensor([self._before]), use_cache=True, **{name: self._prefix})
         cache = DynamicCache()
         for number, layer in enumerate(self._prefix.layers):
             shape = count, -1, -1, -1
             cache.update(layer.keys.expand(shape), layer.values.expand(shape), number)
-        return {"past_key_values": cache, "use_cache": True}
+        return {name: cache, "use_cache": True}
