@@ -11,7 +11,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.conversation.slash_commands import run_command
-from tutorials.eye_training.marks import rate_answers, read_answer, read_sheet
+from tutorials.eye_training.marks import MARKS, rate_answers, read_answer, read_sheet
 from tutorials.eye_training.scenes import WHAT, WHICH_COLOUR, WHICH_DIGIT, Scene
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "eye"
@@ -59,6 +59,12 @@ def test_an_answer_is_read_as_it_was_meant() -> None:
     wrong = rate_answers(scenes, ["A red seven on a photo of a cat."] * len(scenes))
     assert [sum(found) for found in wrong.values()] == [0, 1, 0, 0, 0]
     assert read_answer("I see nothing.") == ([], [], None)
+
+
+def test_its_readme_states_the_marks() -> None:
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for name, share in json.loads((FOLDER / "unseen" / "marks.json").read_text()).items():
+        assert f"| {share:.3f} | {MARKS[name]:.2f} |" in readme
 
 
 def test_unseen_canvases_are_described(llm: LLM) -> None:

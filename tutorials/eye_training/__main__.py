@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="with a checkpoint of each phase")
     parser.add_argument("--steps", type=int, help="of the phase, if not as many as the shipped eye took")
     parser.add_argument("--count", type=int, default=400, help="canvases that are measured")
+    parser.add_argument("--start", type=Path, help="a checkpoint, if not the one of the phase before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     given = parser.parse_args()
@@ -39,9 +40,9 @@ def main() -> None:
         if given.task == "attributes":
             learn_attributes(folders["attributes"], *amount)
         elif given.task == "words":
-            learn_words(folders["attributes"], folders["words"], *amount)
+            learn_words(given.start or folders["attributes"], folders["words"], *amount)
         else:
-            learn_language(folders["words"], folders["language"], *amount)
+            learn_language(given.start or folders["words"], folders["language"], *amount)
         return
     eye, language = TrainedEye().load(folders["language"]), Language()
     with torch.no_grad():
