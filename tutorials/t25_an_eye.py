@@ -21,7 +21,7 @@ from typing import Any
 from minivllm import LLM, SamplingParams
 from minivllm.engine.core import EngineCore
 from tutorials.eye_training.canvases import EDGE
-from tutorials.eye_training.marks import rate_answers, read_sheet
+from tutorials.eye_training.marks import rate_answers, read_answer, read_sheet
 from tutorials.eye_training.scenes import WHAT, WHICH_COLOUR, WHICH_DIGIT
 from tutorials.lesson import Lesson
 
@@ -133,7 +133,10 @@ lesson.say(f"  {WHICH_COLOUR} {colour}")
 def without_a_digit() -> str:
     empty = next(image for scene, image in unseen if not scene.digits)
     described, asked = ask(WHAT[0], empty)[0], ask(WHICH_DIGIT, empty)[0]
-    return f"{described!r}, and asked for its digit: {asked!r}. The training had such questions as well."
+    assert not read_answer(asked).digits
+    return (
+        f"asked what it is: {described!r}; asked for its digit: {asked!r}. The training had such questions."
+    )
 
 
 @lesson.exercise(
