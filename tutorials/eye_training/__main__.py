@@ -16,7 +16,7 @@ from tutorials.eye_training.scenes import WHAT
 from tutorials.eye_training.training import learn_attributes, learn_language, learn_words
 
 SHIPPED = Path(__file__).parents[1] / "eye"
-SIZES = {"attributes": (1600, 64), "words": (1600, 64), "language": (120, 16)}
+SIZES = {"attributes": (1600, 64), "words": (1600, 64), "language": (120, 16), "polish": (450, 64)}
 """Steps and canvases of a step that the shipped eye took."""
 
 
@@ -41,10 +41,16 @@ def main() -> None:
             learn_attributes(folders["attributes"], *amount)
         elif given.task == "words":
             learn_words(given.start or folders["attributes"], folders["words"], *amount)
-        else:
+        elif given.task == "language":
             learn_language(given.start or folders["words"], folders["language"], *amount)
+        else:
+            start = given.start or folders["language"]
+            learn_words(start, folders["polish"], *amount, peak=4e-4, keeps_facts=False)
         return
-    eye, language = TrainedEye().load(folders["language"]), Language()
+    eye, language = TrainedEye().load(folders["polish"]), Language()
+    # SmolLM2 was told how to answer by what the third phase made of the projector.
+    projector = TrainedEye().load(folders["language"]).parts["multi_modal_projector"]
+    eye.parts["multi_modal_projector"] = projector
     with torch.no_grad():
         found = measure(lambda canvases: language.answer(eye(canvases), WHAT[0]), material[1], given.count)
     for name, share in found.items():

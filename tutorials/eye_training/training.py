@@ -1,4 +1,4 @@
-"""The three phases of the training. Each writes checkpoints, and may be stopped."""
+"""The four phases of the training. Each writes checkpoints, and may be stopped."""
 
 from __future__ import annotations
 
@@ -153,11 +153,20 @@ class Words:
 
 
 def learn_words(
-    start: Path, folder: Path, material: tuple[Material, Material], steps: int, batch: int, seed: int
+    start: Path,
+    folder: Path,
+    material: tuple[Material, Material],
+    steps: int,
+    batch: int,
+    seed: int,
+    peak: float = 1e-3,
+    keeps_facts: bool = True,
 ) -> None:
-    """The second phase, from the checkpoint in ``start``: no language model but its table of embeddings.
+    """The second phase and the fourth, from the checkpoint in ``start``: no language model but its table of
+    embeddings.
 
-    The encoder goes on learning facts as well: of a caption's words, few tell one digit from another.
+    keeps_facts: the encoder goes on learning facts as well: of a caption's words, few tell one digit from
+    another. The fourth phase learns words alone, with small steps; of it, the encoder is kept.
     """
     torch.manual_seed(seed)
     numbers = random.Random(seed + 1)
@@ -167,9 +176,11 @@ def learn_words(
     began = time.perf_counter()
     for step in range(steps):
         scenes = [random_scene(numbers) for _ in range(batch)]
-        optimizer.param_groups[0]["lr"] = rate(step, steps, 1e-3)
+        optimizer.param_groups[0]["lr"] = rate(step, steps, peak)
         features = eye.features(paint(scenes, material[0], numbers))
-        loss = attributes.loss(features, scenes)[0] + 4 * words.loss(eye.project(features), scenes)[0]
+        loss, _ = words.loss(eye.project(features), scenes)
+        if keeps_facts:
+            loss = attributes.loss(features, scenes)[0] + 4 * loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
