@@ -1,4 +1,4 @@
-"""Twenty-three chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
+"""Twenty-six chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
 
 from __future__ import annotations
 

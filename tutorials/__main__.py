@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Chapter:
-    """A script of this folder. number: "01" to "24", or "A" and up for the worked examples after them."""
+    """A script of this folder. number: "01" to "26", or "A" and up for the worked examples after them."""
 
     number: str
     path: Path

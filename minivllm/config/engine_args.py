@@ -210,6 +210,11 @@ class EngineArgs:
         dict[str, int] | None,
         "Most images of a prompt, for models that see, as JSON; 0 loads no image encoder. Left out: 8.",
     ] = None
+    eye: Annotated[
+        str | None,
+        "Directory with an image encoder and projector in LLaVA's format, for a model of text with as wide "
+        "embeddings.",
+    ] = None
     max_num_batched_encoder_embeds: Annotated[
         int | None, "Most embeddings of images that a step encodes. Left out: max_num_batched_tokens."
     ] = None
@@ -453,7 +458,7 @@ class EngineArgs:
                 "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of "
                 "them."
             )
-        for name in ("tokenizer", "revision", "profile", "family", "master_addr", "node_key_file"):
+        for name in ("tokenizer", "revision", "profile", "family", "eye", "master_addr", "node_key_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out.")
         if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):

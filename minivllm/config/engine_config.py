@@ -113,7 +113,8 @@ class EngineConfig:
     pipeline_parallel_size: stages that the layers are dealt out to, each with so many workers.
     custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
     take [seconds]. data_parallel_size: engines that share the machine, each with the whole model, or all of
-    it but experts. nodes: None on one host. images: None where it reads text only, and no_images says why."""
+    it but experts. nodes: None on one host. images: None where it reads text only, and no_images says why.
+    eye_path: a local directory with the image encoder of a model of text; None: it is the model's."""
 
     model: str
     model_path: str
@@ -148,6 +149,12 @@ class EngineConfig:
     nodes: NodesConfig | None = None
     images: ImagesConfig | None = None
     no_images: str = ""
+    eye_path: str | None = None
+
+    @property
+    def images_path(self) -> str:
+        """Where the image encoder and what describes it lie."""
+        return self.model_path if self.eye_path is None else self.eye_path
 
     @property
     def shares_experts(self) -> bool:

@@ -152,7 +152,7 @@ class Administration:
         transfer = self._core.config.kv_transfer
         if transfer is None or not transfer.fingerprint:
             return None
-        digest = fingerprint(transfer.settings, self._weights_path)
+        digest = fingerprint(transfer.settings, self._weights_path, self._core.config.eye_path)
         if digest != transfer.fingerprint:
             load_connector(transfer).check_new_weights(transfer)
         return digest

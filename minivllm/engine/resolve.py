@@ -35,7 +35,7 @@ from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
 from minivllm.models.decoder.stages import check_deeper_levels
 from minivllm.models.shards import agrees_on_scales, check_layout
-from minivllm.multimodal.facts import find_images
+from minivllm.multimodal.facts import find_eye, find_images
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 from minivllm.specs.decoder import DecoderConfig
@@ -114,9 +114,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         args.logits_processors or ()
     )  # what is wrong with them is said before the model is loaded
     token_budget = resolve_token_budget(args, defaults, max_num_seqs)
+    eye = find_eye(args, path)
     images, no_images = find_images(
         args,
-        str(path),
+        str(path if eye is None else eye),
         implementation=implementation,
         hidden_size=facts.hidden_size if isinstance(facts, DecoderConfig) else 0,
         vocab_size=facts.vocab_size,
@@ -193,10 +194,11 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         ),
         images=images,
         no_images=no_images,
+        eye_path=None if eye is None else str(eye),
     )
     if transfer is not None and needs_fingerprint:
         settings = settings_digest(config, facts)
-        digest = fingerprint(settings, config.model_path)
+        digest = fingerprint(settings, config.model_path, config.eye_path)
         config = replace(config, kv_transfer=replace(transfer, settings=settings, fingerprint=digest))
     logger.info("Model %s: %s, weights in %s (%s).", args.model, facts.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)

@@ -30,25 +30,34 @@ MIN_AGE_SECONDS = 5.0
 LARGE_BYTES = 2**28
 
 
-def fingerprint(settings: str, model_path: str) -> str:
+def fingerprint(settings: str, model_path: str, eye_path: str | None = None) -> str:
     """Hex digest of a digest of settings and of a model's files, contents and all: a .gguf file, or those of
     a directory. The names of the files do not count, so that a copy elsewhere has the same fingerprint.
+
+    eye_path: directory of the image encoder that is joined to the model, whose files count too.
 
     Raises ModelError if they cannot be read.
     """
     digest = hashlib.sha256(b"minivllm KV blocks, version 2 " + settings.encode())
     known = _KnownDigests()
-    try:
-        files = [model_path]
-        if os.path.isdir(model_path):
-            names = sorted(name for name in os.listdir(model_path) if name.endswith(SUFFIXES))
-            files = [os.path.join(model_path, name) for name in names]
-        for path in files:
-            digest.update(bytes.fromhex(known.digest_of(path)))
-    except OSError as error:
-        raise ModelError(f"The model's files in {model_path} cannot be read ({error}).") from None
+    for mark, source in ((b"", model_path), (b"eye", eye_path)):
+        if source is None:
+            continue
+        digest.update(mark)
+        try:
+            for path in _files_of(source):
+                digest.update(bytes.fromhex(known.digest_of(path)))
+        except OSError as error:
+            raise ModelError(f"The model's files in {source} cannot be read ({error}).") from None
     known.save()
     return digest.hexdigest()
+
+
+def _files_of(source: str) -> list[str]:
+    """A file itself, or those of a directory that say what a model computes, in the order of their names."""
+    if not os.path.isdir(source):
+        return [source]
+    return [os.path.join(source, name) for name in sorted(os.listdir(source)) if name.endswith(SUFFIXES)]
 
 
 class _Entry(msgspec.Struct, frozen=True):

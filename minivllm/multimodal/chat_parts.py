@@ -20,8 +20,8 @@ _DETAILS: Mapping[str, bool | None] = {"auto": None, "low": False, "high": True}
 def take_images(
     messages: Sequence[Any], images: PromptImages | None, no_images: str
 ) -> tuple[list[Any], list[Picture]]:
-    """(messages, pictures): each part with an image has become ``{"type":
-    "image"}``, as chat templates know it.
+    """(messages, pictures): each part with an image has become ``{"type": "image"}``, as chat templates know
+    it. For a model whose template knows none, the message's content has become a text with marks before it.
 
     images: None for a model that reads text only, and no_images says why.
     Raises RequestError that names the part.
@@ -53,8 +53,22 @@ def take_images(
                 )
             pictures.append(_picture(part, kind, name, images))
             parts.append({"type": "image"})
-        taken.append({**message, "content": parts})
+        is_image = [isinstance(part, Mapping) and part.get("type") == "image" for part in parts]
+        if images is not None and images.mark is not None and any(is_image):
+            name = f"messages[{index}].content"
+            texts = [_text(part, name) for part, is_one in zip(parts, is_image) if not is_one]
+            taken.append({**message, "content": images.mark * sum(is_image) + "\n".join(texts)})
+        else:
+            taken.append({**message, "content": parts})
     return taken, pictures
+
+
+def _text(part: Any, name: str) -> str:
+    """Of a part beside images. Raises RequestError."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise RequestError(f"{name} has a part {reprlib.repr(part)}, but beside images only texts are read.")
+    return text
 
 
 def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages) -> Picture:

@@ -44,6 +44,24 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return entries
 
 
+def find_eye(args: EngineArgs, model_path: Path) -> Path | None:
+    """The directory of the image encoder that is joined to a model of text; None: none is.
+
+    Raises ModelError if it is not there, or if the model at ``model_path`` sees without it.
+    """
+    if args.eye is None:
+        return None
+    directory = Path(args.eye).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"eye is {args.eye!r}, but must be a directory with config.json, preprocessor_config.json and "
+            "the weights of an image encoder."
+        )
+    if model_path.is_dir() and _has_vision(read_config(model_path)):
+        raise ModelError(f"eye is {args.eye!r}, but {args.model} has an image encoder: leave eye out.")
+    return directory
+
+
 def find_images(
     args: EngineArgs,
     path: str,
@@ -57,8 +75,9 @@ def find_images(
 ) -> tuple[ImagesConfig | None, str]:
     """How a model sees images, or None and why it does not, in a sentence.
 
-    path, implementation, vocab_size: of the model. hidden_size, dtype: of its embeddings. budget: tokens of a
-    step, unless images need more. Raises ModelError for broken files.
+    path: of what sees, the model or the eye that is joined to it. implementation, vocab_size: of the model.
+    hidden_size, dtype: of its embeddings. budget: tokens of a step, unless images need more. Raises
+    ModelError for broken files, and for an eye that does not go with the model.
     """
     directory = Path(path)
     config = read_config(directory) if directory.is_dir() else {}
@@ -69,13 +88,15 @@ def find_images(
         else args.limit_mm_per_prompt.get("image", MOST_IMAGES)
     )
     reason = _reason_against(args, config, implementation, most)
+    if args.eye is not None:
+        reason = reason or _reason_against_joining(config, hidden_size)
     processor = {} if reason else read_processor(directory, config)
     if not reason and not processor:
         reason = (
             f"Its directory has no preprocessor_config.json, which says how images become pixels: {path}."
         )
     if reason:
-        return None, reason
+        return _without_images(args, reason)
     expansion = make_expansion(str(family), config, processor, str(directory))
     least = _least_batched_tokens(args, expansion, max_num_seqs)
     if not 0 <= expansion.placeholder < vocab_size:
@@ -91,7 +112,7 @@ def find_images(
             f"{args.long_prefill_token_threshold}, but must be at least {expansion.unit_embeds}, or 0."
         )
     if reason:
-        return None, reason
+        return _without_images(args, reason)
     unit_embeds, most_embeds = expansion.unit_embeds, expansion.most_embeds
     levels = deeper_levels(config, str(directory))
     bytes_per_embed = hidden_size * (1 + levels) * (4 if dtype == "float32" else 2)
@@ -116,6 +137,31 @@ def find_images(
     )
 
 
+def _without_images(args: EngineArgs, reason: str) -> tuple[None, str]:
+    """A model that sees is served without images as well; an eye is joined for nothing else."""
+    if args.eye is not None:
+        raise ModelError(f"The eye {args.eye} cannot be joined to {args.model}. {reason}")
+    return None, reason
+
+
+def _reason_against_joining(config: Mapping[str, Any], hidden_size: int) -> str:
+    """config: of the eye. hidden_size: of the model's embeddings."""
+    family, vision = config.get("model_type"), config.get("vision_config") or {}
+    if family != "llava" or vision.get("model_type") == "pixtral":
+        return f"It is of type {family!r}, but only LLaVA's images need no other tokens than placeholders."
+    width = (config.get("text_config") or {}).get("hidden_size")
+    if width != hidden_size:
+        return (
+            f"Its projector writes embeddings of {width} numbers (text_config.hidden_size), but those of the "
+            f"model have {hidden_size}."
+        )
+    return ""
+
+
+def _has_vision(config: Mapping[str, Any]) -> bool:
+    return any(key in config for key in ("vision_config", "visual", "vision_tower"))
+
+
 def _least_batched_tokens(args: EngineArgs, expansion: Expansion, max_num_seqs: int) -> int:
     """Tokens of a step in which a run fits beside all decodes: these would keep it waiting for ever."""
     if not expansion.sees_itself:
@@ -126,7 +172,7 @@ def _least_batched_tokens(args: EngineArgs, expansion: Expansion, max_num_seqs: 
 
 def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation: str, most: int) -> str:
     family = config.get("model_type")
-    if not any(key in config for key in ("vision_config", "visual", "vision_tower")):
+    if not _has_vision(config):
         return _NO_VISION
     if family not in FAMILIES:
         return f"Images of models of type {family!r} are not served yet, those of {', '.join(FAMILIES)} are."

@@ -4,6 +4,7 @@ and pixels when the engine core asks."""
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from minivllm.config import ImagesConfig
-from minivllm.errors import RequestError
+from minivllm.errors import ModelError, RequestError
 from minivllm.messages import ImageItem
 from minivllm.multimodal.decoding import Picture, Pictures
 from minivllm.multimodal.decoding_room import DecodingRoom
@@ -33,14 +34,21 @@ class PromptImages:
     A picture is found by its digest as long as something refers to it: the requests that it belongs to.
     """
 
-    def __init__(self, config: ImagesConfig, model_path: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: ImagesConfig, path: str, tokenizer: Tokenizer | None, is_joined: bool = False
+    ) -> None:
+        """path: of the model, or of the eye that is joined to it. Raises ModelError for an eye whose
+        placeholder is another token of this model."""
         self.config = config
-        self._path = Path(model_path)
+        self.mark = secrets.token_hex(16) if is_joined else None
+        """Stands for an image in the text of a message: the model's chat template knows none. None: it does.
+        No user can know it."""
+        self._path = Path(path)
         self._tokenizer = tokenizer
         entries = read_config(self._path)
-        self._expansion = make_expansion(
-            config.family, entries, read_processor(self._path, entries), model_path
-        )
+        self._expansion = make_expansion(config.family, entries, read_processor(self._path, entries), path)
+        if is_joined and tokenizer is not None:
+            _check_placeholder(entries.get("image_token"), config.placeholder, tokenizer)
         self._room = DecodingRoom()
         self._pictures = Pictures(self._room)
         self._kept: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
@@ -93,18 +101,28 @@ class PromptImages:
         return dict(options or {})
 
     def surrounded(self, text: str) -> str:
-        """A prompt's text with what a family writes around each placeholder."""
+        """A prompt's text with what a family writes around each placeholder, and a placeholder for each
+        mark."""
         around, tokenizer = self._expansion.around, self._tokenizer
-        if not around or tokenizer is None:
+        if tokenizer is None or not (around or self.mark):
             return text
         marker = tokenizer.backend.id_to_token(self.config.placeholder)
-        return text if marker is None else text.replace(marker, f"{around}{marker}{around}")
+        if marker is None:
+            return text
+        if self.mark is not None:
+            text = text.replace(self.mark, marker)
+        return text.replace(marker, f"{around}{marker}{around}") if around else text
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[ImageItem]]:
         """The prompt with a span in the place of every placeholder.
-        Raises RequestError if there are more or fewer of them than pictures."""
+        Raises RequestError if there are more or fewer of them than pictures.
+
+        A model with a joined eye reads texts as it does without: then a placeholder is a token like others.
+        """
+        if self.mark is not None and not pictures:
+            return list(token_ids), []
         count = token_ids.count(self.config.placeholder)
         if count != len(pictures):
             raise RequestError(
@@ -180,6 +198,16 @@ class PromptImages:
         from transformers import AutoImageProcessor
 
         return AutoImageProcessor.from_pretrained(self._path, backend="pil")
+
+
+def _check_placeholder(token: Any, placeholder: int, tokenizer: Tokenizer) -> None:
+    """token: what the eye says that its placeholder is called, None if it does not say."""
+    found = tokenizer.backend.id_to_token(placeholder)
+    if token is not None and found != token:
+        raise ModelError(
+            f"The eye's placeholder is token {placeholder}, {token!r}, but this model's tokenizer has "
+            f"{found!r} there: the eye was trained for another model."
+        )
 
 
 def _put_together(patches: Any, grid: Any, processor: Any) -> Any:

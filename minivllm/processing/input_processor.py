@@ -92,7 +92,11 @@ class InputProcessor:
         self._numbers = itertools.count()
         self._default_params: SamplingParams | None = None
         self.images = (
-            None if config.images is None else PromptImages(config.images, config.model_path, tokenizer)
+            None
+            if config.images is None
+            else PromptImages(
+                config.images, config.images_path, tokenizer, is_joined=config.eye_path is not None
+            )
         )
         """None where the model reads text only."""
 

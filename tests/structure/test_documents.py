@@ -41,6 +41,7 @@ NOT_RUN_HERE = {
     "minivllm serve smollm2 --port 8000",  # tests/server does
     "minivllm serve smollm2 --disaggregated 1P1D",  # tests/server does
     "minivllm serve smollm2 --data-parallel-size 2",  # tests/data_parallel does
+    "minivllm chat --eye tutorials/eye --max-model-len 2048",  # tests/multimodal does
     "pytest",
     "pytest -m smoke",
     "pytest -m slow tests/executor",

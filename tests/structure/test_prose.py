@@ -65,7 +65,8 @@ def test_files_that_the_prose_names_exist() -> None:
         ):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
         for module in re.findall(r"python -m (tutorials\.\w+)", path.read_text("utf-8")):
-            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), (
+            named = ROOT / module.replace(".", "/")
+            assert named.with_suffix(".py").exists() or (named / "__main__.py").exists(), (
                 f"{path.relative_to(ROOT)} names {module}"
             )
 

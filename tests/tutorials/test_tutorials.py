@@ -20,6 +20,9 @@ CHAPTERS = chapters()
 ISOLATED = {"10", "11", "14", "A"}
 """Run in processes of their own:
 they start processes, add to the table of families, or Dynamo looks into __main__. Each takes many seconds."""
+SLOW = {*ISOLATED, "25"}
+WITH_SMOLLM2 = {"25"}
+"""They talk to the default model, which is fetched once."""
 
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
 
@@ -38,12 +41,18 @@ def run(*arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize(
     "chapter",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one.number in ISOLATED)) for one in CHAPTERS],
+    [pytest.param(one, marks=[pytest.mark.slow] * (one.number in SLOW)) for one in CHAPTERS],
     ids=lambda chapter: chapter.path.stem,
 )
 def test_a_chapter_keeps_its_promises_and_so_do_its_solutions(
-    chapter: Chapter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    chapter: Chapter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if chapter.number in WITH_SMOLLM2:
+        request.getfixturevalue("smollm2_path")
     options = ["--solution", "all", "--save", str(tmp_path)]
     if chapter.number in ISOLATED:
         result = run(chapter.module, *options)

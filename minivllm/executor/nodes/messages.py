@@ -81,7 +81,7 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 ToNode = Refused | Begin | Record | ToWorker | Kill
 
-_OF_ONE_NODE = {"model", "model_path", "tokenizer", "nodes"}
+_OF_ONE_NODE = {"model", "model_path", "eye_path", "tokenizer", "nodes"}
 _OF_THE_FIRST = {"profile", "compile_in_background", "scheduler.max_num_batched_tokens"}
 """What depends on who asks for the engine there:
 a server wants short steps, a chat does not wait for the compiler."""
@@ -103,7 +103,7 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
     if speculative is not None and speculative.model_path is not None:
         files = fingerprint("", speculative.model_path)
         values["speculative"] = {**plain["speculative"], "model": files, "model_path": None}
-    flat: dict[str, Any] = {"the model's files": fingerprint("", config.model_path)}
+    flat: dict[str, Any] = {"the model's files": fingerprint("", config.model_path, config.eye_path)}
     for name, value in values.items():
         flat |= (
             {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}

@@ -113,7 +113,7 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
     """The eye of a model, with its weights. Raises ModelError where they are not all there."""
     from transformers import AutoConfig
 
-    path, dtype = Path(config.model_path), getattr(torch, config.dtype)
+    path, dtype = Path(config.images_path), getattr(torch, config.dtype)
     described = AutoConfig.from_pretrained(path)
     described._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
@@ -127,13 +127,13 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
     for module in parts.values():
         # Of the dtype that they are made in: what frequencies are made of stays in float32.
         module.eval().requires_grad_(False).to(device)
-    if config.load_format != "dummy":
-        _load(path, parts)
+    if config.load_format != "dummy" or config.eye_path is not None:
+        _load(path, parts, config.eye_path is not None)
     eye = Eye(parts, encode, Normalization.of(read_processor(path, read_config(path))), dtype, device)
     return eye
 
 
-def _load(directory: Path, parts: Parts) -> None:
+def _load(directory: Path, parts: Parts, is_joined: bool) -> None:
     """Copy the tensors of a checkpoint into the modules. Raises ModelError."""
     targets = {
         f"{part}.{_plain(name)}".removeprefix("."): tensor
@@ -158,10 +158,14 @@ def _load(directory: Path, parts: Parts) -> None:
                 target.copy_(value)
                 missing.discard(name)
     if missing:
+        advice = (
+            "leave eye out"
+            if is_joined
+            else 'start with limit_mm_per_prompt={"image": 0} to serve it without images'
+        )
         raise ModelError(
             f"{directory} lacks {len(missing)} tensors of its image encoder, {min(missing)!r} among them: "
-            "start with "
-            'limit_mm_per_prompt={"image": 0} to serve it without images.'
+            f"{advice}."
         )
 
 

@@ -1,0 +1,185 @@
+"""An eye joined to a model of text answers as LLaVA of transformers does with the weights of both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
+
+from minivllm import SamplingParams
+from minivllm.config import EngineArgs
+from minivllm.engine.resolve import resolve
+from minivllm.errors import ConfigError, ModelError, RequestError
+from minivllm.executor.nodes.messages import settings_of
+from tests.gguf_models import write_gguf
+from tests.multimodal.conftest import core_of, engine
+from tests.multimodal.models import expected, make_tokenizer, picture, prompt, save_llava, text_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] + ': ' + message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""Knows contents that are texts only."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of text, an eye without a language model, and both as one LLaVA model."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("text", "eye", "both")}
+    text = LlamaForCausalLM(text_config())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in text.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.15 * noise)
+    text.save_pretrained(folders["text"])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.save_pretrained(folders["text"])
+    save_llava(folders["both"], "siglip")
+    both = LlavaForConditionalGeneration.from_pretrained(folders["both"], dtype=torch.float32)
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(folders["both"])
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(folders["both"] / name, folders["eye"])
+    for part in ("language_model", "lm_head"):
+        setattr(both if part == "lm_head" else both.model, part, None)
+    both.save_pretrained(folders["eye"])
+    return folders
+
+
+@pytest.fixture
+def eye(parts: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(parts["eye"], tmp_path / "eye"))
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def test_the_eye_has_no_language_model(parts: dict[str, Path]) -> None:
+    sizes = [
+        sum(file.stat().st_size for file in parts[name].glob("*.safetensors")) for name in ("eye", "both")
+    ]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_tokens_are_those_of_llava(parts: dict[str, Path]) -> None:
+    with engine(parts["text"], eye=str(parts["eye"])) as llm:
+        for text, images in (
+            ("<s>Look at <image> and say", [picture(0)]),
+            ("<s><image><image>Which is older?", [picture(1, 20, 90), picture(2, 64, 64)]),
+        ):
+            (output,) = llm.generate(prompt(text, *images), GREEDY)
+            assert output.outputs[0].token_ids == expected(parts["both"], text, images, 5)[0]
+
+
+def test_so_are_those_of_a_gguf_file(parts: dict[str, Path], tmp_path: Path) -> None:
+    write_gguf(parts["text"], tmp_path / "text.gguf", "llama")
+    text = "<s>Look at <image> and say"
+    tokens = make_tokenizer()(text)["input_ids"]
+    with engine(tmp_path / "text.gguf", eye=str(parts["eye"]), tokenizer=str(parts["text"])) as llm:
+        given = {"prompt_token_ids": tokens, "multi_modal_data": {"image": picture(0)}}
+        (output,) = llm.generate(given, GREEDY)
+        assert output.outputs[0].token_ids == expected(parts["both"], text, [picture(0)], 5)[0]
+
+
+def test_texts_are_answered_as_without_an_eye(parts: dict[str, Path]) -> None:
+    """A placeholder in a text is a token like others."""
+    texts = ["<s>Only words.", "<s>Words about <image>."]
+    answers = []
+    for arguments in ({}, {"eye": str(parts["eye"])}):
+        with engine(parts["text"], **arguments) as llm:
+            outputs = llm.generate(texts, GREEDY)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_a_chat_template_of_texts_gets_placeholders_before_the_text(parts: dict[str, Path]) -> None:
+    images = [{"type": "image_pil", "image_pil": picture(seed)} for seed in (1, 2)]
+    said = {"type": "text", "text": "Is <image> one? </s>"}
+    with_logprobs = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0)
+    with engine(parts["text"], eye=str(parts["eye"])) as llm:
+        answers = []
+        for content in ([*images, said], [images[0], said, images[1]], [*images[::-1], said]):
+            (output,) = llm.chat([[{"role": "user", "content": content}]], with_logprobs)
+            assert output.prompt == "<s>user: <image><image>Is <image> one? </s></s>assistant: "
+            # What the user wrote is text: letters, no third image, no end of the turn.
+            assert output.prompt_token_ids.count(2) == 2 * 49
+            assert output.prompt_token_ids.count(1) == 1
+            answers.append(output.outputs[0].cumulative_logprob)
+        assert answers[1] == pytest.approx(answers[0], abs=1e-4)
+        assert answers[2] != pytest.approx(answers[0], abs=1e-2), "swapped pictures would not show"
+        assert core_of(llm).encodings.num_encoded_units == 2  # type: ignore[union-attr]
+        with pytest.raises(RequestError, match="beside images only texts are read"):
+            llm.chat([[{"role": "user", "content": [images[0], {"type": "sound"}]}]], GREEDY)
+
+
+def test_an_eye_that_does_not_go_with_the_model_is_refused(parts: dict[str, Path], eye: Path) -> None:
+    def refused(model: Path, words: str, **arguments: Any) -> None:
+        with pytest.raises(ModelError, match=words):
+            resolve(EngineArgs(model=str(model), device="cpu", eye=str(eye), **arguments))
+
+    refused(parts["both"], "has an image encoder: leave eye out")
+    refused(parts["text"], "started with limit_mm_per_prompt", limit_mm_per_prompt={"image": 0})
+    refused(parts["text"], "need minivllm's own layers", model_impl="transformers")
+    change(eye / "config.json", text_config={"hidden_size": 96})
+    refused(parts["text"], r"embeddings of 96 numbers .* those of the model have 64")
+    change(
+        eye / "config.json", text_config={"hidden_size": 64}, image_token_index=10**6, image_token_id=10**6
+    )
+    refused(parts["text"], "Images stand at token 1000000")
+    change(eye / "config.json", model_type="gemma3")
+    refused(parts["text"], "It is of type 'gemma3'")
+    (eye / "preprocessor_config.json").unlink()
+    change(eye / "config.json", model_type="llava")
+    refused(parts["text"], "no preprocessor_config.json")
+    (eye / "config.json").write_text("{")
+    refused(parts["text"], "not readable as JSON")
+    (eye / "config.json").unlink()
+    refused(parts["text"], "must be a directory with config.json")
+    with pytest.raises(ConfigError, match="eye is empty"):
+        EngineArgs(eye="")
+
+
+def test_weights_that_are_missing_and_another_tokenizer_are_refused(
+    parts: dict[str, Path], eye: Path
+) -> None:
+    change(eye / "config.json", image_token="<picture>")
+    with pytest.raises(ModelError, match="'<picture>', but this model's tokenizer has '<image>' there"):
+        engine(parts["text"], eye=str(eye)).__enter__()
+    (eye / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        engine(parts["text"], eye=str(eye)).__enter__()
+
+
+def test_another_eye_is_another_model(parts: dict[str, Path], eye: Path) -> None:
+    """For connectors, which must not load blocks that another eye has filled, and for nodes."""
+    transfer = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(eye.parent / "blocks")},
+    }
+
+    def names(**arguments: Any) -> tuple[str, str]:
+        args = EngineArgs(model=str(parts["text"]), device="cpu", kv_transfer_config=transfer, **arguments)
+        config, _ = resolve(args)
+        assert config.kv_transfer is not None
+        return config.kv_transfer.fingerprint, settings_of(config)["the model's files"]
+
+    without, first, copied = names(), names(eye=str(parts["eye"])), names(eye=str(eye))
+    assert first == copied
+    data = bytearray((eye / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (eye / "model.safetensors").write_bytes(data)
+    other = names(eye=str(eye))
+    for place in range(2):
+        assert len({without[place], first[place], other[place]}) == 3
