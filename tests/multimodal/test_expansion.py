@@ -18,6 +18,7 @@ from minivllm.multimodal.eyes.llava_next import in_lines
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.multimodal.spans.families import make_expansion
+from minivllm.multimodal.spans.whole import Grid
 from minivllm.tokenizer.tokenizer import load_tokenizer
 from tests.multimodal.models import KINDS, picture, reference
 
@@ -88,3 +89,18 @@ def test_newlines_around_an_image_are_one_token_with_their_neighbours(
     _, processor = reference(directory)
     inputs = processor(images=images or None, text=text, add_special_tokens=False)
     assert ours.expand(token_ids, pictures)[0] == list(inputs["input_ids"][0])
+
+
+@pytest.mark.parametrize(
+    ("least", "most"), [(56 * 56, 28 * 28 * 1280), (56 * 56, 28 * 28 * 36), (3136, 4704)]
+)
+@given(st.integers(1, 4000), st.floats(1, 200))
+def test_a_narrow_image_has_no_more_embeddings_than_there_is_room_for(
+    least: int, most: int, side: int, ratio: float
+) -> None:
+    """Each of its sides is a square of patches at least, whatever its area would be resized to."""
+    expansion = Grid({"image_token_id": 5}, {"min_pixels": least, "max_pixels": most})
+    longer = min(16384, int(side * ratio))
+    for width, height in ((side, longer), (longer, side)):
+        rows, columns = expansion.grid(width, height)
+        assert rows * columns <= expansion.most_embeds

@@ -11,6 +11,8 @@ from minivllm.multimodal.spans.span import Encode, Options, Span, image_token, m
 
 MOST_SQUARES = 4096
 """Embeddings of an image of a family that would take many more: it is resized to these."""
+MOST_RATIO = 200
+"""Of the longer side of an image to the shorter one; others are refused before they come here."""
 
 
 class Grid:
@@ -30,7 +32,10 @@ class Grid:
         self.resizing: Mapping[str, Any] = {
             "size": {"shortest_edge": self._least, "longest_edge": self._most}
         }
-        self.unit_embeds = self.most_embeds = self._most // self._square**2
+        # A narrow image has more squares than its area says: each side is one of them at least.
+        most, least = self._most // self._square**2, -(-self._least // self._square**2)
+        narrow = math.isqrt(most * MOST_RATIO) + 1, least + math.isqrt(least * MOST_RATIO) + 3
+        self.unit_embeds = self.most_embeds = max(most, *narrow)
         side = max(1, math.isqrt(self.unit_embeds)) * self._square
         self.unit_shape = 3, side, side
         self.least_unit_shape = 3, self._square, self._square
