@@ -113,9 +113,13 @@ class StructuredOutputs(
             text = getattr(self, name)
             _check(text is None or (isinstance(text, str) and text != ""), name, text, "a non-empty text")
         if self.choice is not None:
-            is_list = isinstance(self.choice, list) and 0 < len(self.choice) <= MAX_CHOICES
-            size = len(self.choice) if isinstance(self.choice, list) else self.choice
-            _check(is_list, "choice", size, f"a list of 1 to {MAX_CHOICES} strings")
+            _check(
+                isinstance(self.choice, list), "choice", self.choice, f"a list of 1 to {MAX_CHOICES} strings"
+            )
+            if not 0 < len(self.choice) <= MAX_CHOICES:
+                raise RequestError(
+                    f"choice has {len(self.choice)} strings, but must have 1 to {MAX_CHOICES} of them."
+                )
             for text in self.choice:
                 _check(isinstance(text, str) and text != "", "choice", text, "a list of non-empty strings")
         is_json = given[0] in ("json", "json_object")
@@ -174,7 +178,8 @@ def _json_schema_text(schema: Any) -> str:
             raise RequestError(f"json is not a JSON schema: {error}.") from None
     if not isinstance(schema, dict):
         raise RequestError(
-            f"json is a {type(schema).__name__}, but must be a JSON schema (an object) or a pydantic model."
+            f"json is of type {type(schema).__name__}, but must be a JSON schema (an object) or a "
+            "pydantic model."
         )
     return _dump_json(schema)
 

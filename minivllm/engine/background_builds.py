@@ -37,10 +37,10 @@ class BackgroundBuilds:
             return
         # A warning reaches standard error in a program that has not set up logging.
         logger.warning(
-            "Compiling the model for this machine in the background, %d regions: some minutes, once. Answers "
-            "come from "
-            "slower, uncompiled code until then.",
+            "Compiling the model for this machine in the background, %d of %d regions: some minutes, once. "
+            "Answers come from slower, uncompiled code until then.",
             num_regions - self._num_built_before,
+            num_regions,
         )
 
     def poll(self) -> None:

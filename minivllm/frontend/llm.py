@@ -122,7 +122,7 @@ class LLM:
         prompts cannot be served, and if the engine gives up on one later on.
         """
         if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
+            raise RequestError(f"params is of type {type(params).__name__}, but must be a BeamSearchParams.")
         prepared = self._prepare(prompts, SamplingParams(max_tokens=params.max_tokens), lora_request)
         if any(request.pictures for request in prepared):
             raise RequestError("A beam search takes no images yet: leave them out, or sample.")
@@ -371,7 +371,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}, but must be one prompt or a list of prompts."
+            f"prompts is of type {type(prompts).__name__}, but must be one prompt or a list of prompts."
         )
     return list(prompts)
 

@@ -69,7 +69,7 @@ class Pictures:
 
         if not isinstance(source, Image):
             raise RequestError(
-                f"{name} is a {type(source).__name__}, but must be an image of PIL, or the bytes of a "
+                f"{name} is of type {type(source).__name__}, but must be an image of PIL, or the bytes of a "
                 f"{', '.join(FORMATS)} file."
             )
         _check_size(source.width, source.height, name)

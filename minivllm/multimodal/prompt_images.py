@@ -88,7 +88,7 @@ class PromptImages:
         known = self._expansion.options
         if not isinstance(options or {}, Mapping):
             raise RequestError(
-                f"mm_processor_kwargs is a {type(options).__name__}, but must be a dictionary."
+                f"mm_processor_kwargs is of type {type(options).__name__}, but must be a dictionary."
             )
         for key, value in (options or {}).items():
             if key not in known:

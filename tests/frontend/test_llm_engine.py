@@ -268,6 +268,11 @@ def test_progress_bar_appears_only_on_a_terminal(
     assert "2/2" in capsys.readouterr().err
 
 
+def test_what_are_no_prompts_is_refused_with_its_type() -> None:
+    with pytest.raises(RequestError, match=r"^prompts is of type int, but must be one prompt or a list of"):
+        llm()[0].generate(5, GENEROUS)  # type: ignore[arg-type]
+
+
 def test_unknown_engine_argument_is_refused_before_loading() -> None:
     with pytest.raises(ConfigError, match="'modle' is not an engine argument"):
         LLM(modle="x")

@@ -75,6 +75,12 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "messages.0.content.0",
         "at most 0 images",
     ),
+    "an image that is a text": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]},
+        400,
+        "messages.0.content.0.image_url",
+        "messages.0.content.0.image_url must be an object.",
+    ),
     "a tool answer to nothing": (
         {"messages": [{"role": "tool", "content": "42", "tool_call_id": "c9"}]},
         400,

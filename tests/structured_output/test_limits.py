@@ -76,10 +76,11 @@ def test_exactly_one_structure_is_given(first: str, second: str) -> None:
     ("fields", "complaint"),
     [
         ({}, "none of them"),
-        ({"json": 7}, "json is a int"),
+        ({"json": 7}, "json is of type int"),
         ({"json": "{"}, "not a JSON schema"),
         ({"json": {"const": float("nan")}}, "cannot be written as JSON"),
-        ({"choice": []}, "list of 1 to 1000 strings"),
+        ({"choice": []}, "choice has 0 strings, but must have 1 to 1000"),
+        ({"choice": "yes"}, "choice is 'yes', but must be a list of 1 to 1000 strings"),
         ({"choice": ["a", ""]}, "non-empty strings"),
         ({"regex": ""}, "non-empty text"),
         ({"regex": "\ud800"}, "half a surrogate pair"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import sys
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minivllm.config import CacheConfig
 from minivllm.device import buffers, memory
 from minivllm.device.buffers import MirroredTable, StagingBuffer
 from minivllm.device.freed_memory import resident_bytes
@@ -28,6 +30,9 @@ from minivllm.device.memory import (
     lazily_zeroed,
     touched_bytes,
 )
+from minivllm.kv_cache.specs import one_group
+from minivllm.worker.loading.cache_size import size_groups
+from tests.frontend.scripted_client import engine_config
 
 GIB = 2**30
 
@@ -92,6 +97,22 @@ def test_the_cache_on_a_cpu_takes_a_share_of_free_memory_up_to_a_limit(
         raise AssertionError("a CPU is not profiled")
 
     assert cache_memory(torch.device("cpu"), utilization, profile) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "why"),
+    [
+        (GIB, "a share of 0.5 of the free memory, at most 4 GiB"),
+        (100 * GIB, "all that max_num_seqs requests of max_model_len tokens can use"),
+    ],
+)
+def test_the_size_of_the_cache_is_told_with_what_bounds_it(free: int, why: str) -> None:
+    config = dataclasses.replace(engine_config(), cache=CacheConfig(block_size=16, memory_utilization=0.5))
+    groups, told = size_groups(config, [one_group(1, 16, block_bytes=GIB // 8)], lambda: free)
+    assert told == why
+    limits = config.scheduler
+    enough = limits.max_num_seqs * -(-limits.max_model_len // 16)
+    assert (groups[0].num_blocks < enough) == (free == GIB)
 
 
 def separate_table(rows: int, columns: int) -> MirroredTable:

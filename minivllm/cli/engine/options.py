@@ -34,7 +34,9 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same
 TextArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="TEXT", help="A prompt, as with -p. MODEL may be left out before it.", show_default=False
+        metavar="TEXT",
+        help="A prompt, as with -p. MODEL may be left out before it, but one word alone is a MODEL.",
+        show_default=False,
     ),
 ]
 

@@ -84,7 +84,7 @@ def _defaults() -> dict[str, dict[str, str]]:
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
         kernels = (
-            "FlexAttention for prompts, loops over strips for single tokens"
+            "FlexAttention for prompts, loops over strips for single tokens and short chunks"
             if policy.on_cpu
             else "FlexAttention"
         )

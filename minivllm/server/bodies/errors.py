@@ -237,6 +237,8 @@ def _sentence(problem: Mapping[str, Any], body: Any) -> str:
         return "The body is not valid JSON."
     if kind in ("model_attributes_type", "model_type", "dict_type") and path == "The body":
         return "The body must be a JSON object, sent with the header Content-Type: application/json."
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        return f"{path} must be an object."
     return f"{path}: {_shortened(str(problem['msg']).replace(' after validation', ''))}."
 
 

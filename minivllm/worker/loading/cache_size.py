@@ -8,7 +8,7 @@ from collections.abc import Callable
 from minivllm.batch.layer_caches import draft_input_bytes, kv_groups
 from minivllm.batch.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.config import EngineConfig
-from minivllm.device.memory import cache_memory
+from minivllm.device.memory import MAX_CPU_CACHE_BYTES, cache_memory
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.models.model import Model, StagedModel
@@ -73,6 +73,10 @@ def size_groups(
             fitting = max(coarse(fitting), min(fitting, needed))
         groups = size_pools(groups, min(fitting, enough), limits)
         origin = f"a share of {cache.memory_utilization:g} of the free memory"
+        if config.device == "cpu":
+            origin += f", at most {MAX_CPU_CACHE_BYTES / 2**30:g} GiB"
+        if enough < fitting:
+            origin = "all that max_num_seqs requests of max_model_len tokens can use"
     if groups[0].num_blocks < needed:
         size = total_bytes(size_pools(groups, needed, limits))
         raise ConfigError(
