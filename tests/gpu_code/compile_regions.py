@@ -168,6 +168,7 @@ class DeclaredModel(PagedModel):
         self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy, make_attention: Any
     ) -> None:
         self.model, self._limits, self._policy, self._make_attention = model, limits, policy, make_attention
+        self._few_tokens = limits.verify_size
         rows, length = limits.max_num_seqs, limits.max_model_len
         self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]
         placed = {layer: index for index, group in enumerate(limits.groups) for layer in group.layers}
