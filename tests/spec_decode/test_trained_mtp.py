@@ -47,7 +47,8 @@ def answers(
     return tokens, 1 + metrics.num_accepted_tokens / max(1, metrics.num_drafts)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # minutes of training
+@pytest.mark.timeout(3600)
 def test_a_head_that_was_trained_in_minutes_saves_a_third_of_the_steps(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
