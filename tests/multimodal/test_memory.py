@@ -169,4 +169,4 @@ def test_bytes_of_an_image_count_all_levels(directories: dict[str, Path]) -> Non
         assert (
             encodings.num_bytes == 3 * 5 * 64 * 4 * 3
         )  # squares of 8 x 8 pixels, hidden size, float32, levels
-        assert config.encoder_cache_bytes == 2 * 36 * 64 * 4 * 3
+        assert config.encoder_cache_bytes == 2 * config.most_embeds * 64 * 4 * 3
