@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +86,7 @@ class FlexAttention:
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
+        self._tables, self._pair_cost = context.tables, policy.pair_cost(dtype)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
         self._several: QueryTiles = make(
             context, rule, "prompt attention", size, capacity, compute_dtype=dtype
@@ -94,7 +96,7 @@ class FlexAttention:
         """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
         num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
         single = rows.num_single
-        if isinstance(self._single, RowPairs) and self._single.has_room(rows.cut(0, single + rows.num_few)):
+        if self._few is None and rows.num_few and self._takes_pairs(rows):
             single += rows.num_few  # few tokens are as many single ones
         parts = []
         token = int(rows.counts[:single].sum())
@@ -114,6 +116,21 @@ class FlexAttention:
         only = parts[0]
         is_one = len(parts) == 1 and only.kind is self._single and only.tiles.num_tiles >= rows.num_padded
         return FlexMetadata(token, tuple(parts), is_one)
+
+    def _takes_pairs(self, rows: StepRows) -> bool:
+        """Whether rows of few tokens attend token by token. Tiles that read a prefix once for many rows may
+        take less."""
+        pairs, tiles, end = self._single, self._several, rows.num_single + rows.num_few
+        if not isinstance(pairs, RowPairs) or not isinstance(tiles, GatheredTiles):
+            return False
+        few = rows.cut(rows.num_single, end)
+        if not pairs.has_room(rows.cut(0, end)):
+            return False
+        first_blocks = self._tables.block_table.host[few.slots, 0]
+        if not tiles.mixes_rows or len(np.unique(first_blocks)) == len(first_blocks):
+            return True
+        products = int((few.counts * (few.starts + few.counts)).sum())
+        return self._pair_cost * products < tiles.num_products(few)
 
     def attend(
         self,

@@ -13,7 +13,7 @@ from kernels_triton_free.attention import attend_to_copies
 from minivllm.attention.interface.backend import StepRows
 from minivllm.attention.lists.bounds import HostBounds
 from minivllm.attention.lists.key_groups import MIN_GROUPS, KeyGroups, bundles_of, groups_of_step
-from minivllm.attention.lists.tile_lists import CutTiles
+from minivllm.attention.lists.tile_lists import CutTiles, cut_tiles
 from minivllm.attention.tiles import QueryTiles, Seen, Tiles, TilesRead, edges_of
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.device.buffers import to_device
@@ -61,12 +61,12 @@ class GatheredTiles(QueryTiles):
         return {"dtype": self._compute_dtype}
 
     @property
-    def _mixes_rows(self) -> bool:
+    def mixes_rows(self) -> bool:
         """In tiles of rows that share groups. What a query sees beside these is one interval of slots."""
         return not self._rule.needs_positions and not any(reach.is_limited for reach in self._context.reaches)
 
     def _bundles(self, groups: KeyGroups | None, counts: np.ndarray) -> np.ndarray | None:
-        return bundles_of(groups, counts, self.size) if groups is not None and self._mixes_rows else None
+        return bundles_of(groups, counts, self.size) if groups is not None and self.mixes_rows else None
 
     def _copied(self, rows: StepRows) -> KeyGroups:
         tables = self._context.tables
@@ -93,7 +93,7 @@ class GatheredTiles(QueryTiles):
             kv_position[: len(row)] = shift[:, :1]
             lists = self._lists(table, row, edges, count, width, keys)
             return TilesRead(lists, seen, to_device(kv_position, device), step_blocks)
-        if not self._mixes_rows:
+        if not self.mixes_rows:
             bounds = {
                 reach: HostBounds(high - shift, None if low is None else low - shift)
                 for reach, (high, low) in seen.items()
@@ -111,6 +111,19 @@ class GatheredTiles(QueryTiles):
                 first.high[mixed] = groups.own[cut.row[mixed, 0]] * keys - 1
                 last.high[mixed] = ends * keys - 1
         return TilesRead(self._lists(table, row, edges, count, width, keys), bounds, None, step_blocks)
+
+    def num_products(self, rows: StepRows) -> int:
+        """Queries times keys that tiles of these rows would multiply, padding included."""
+        groups = self._copied(rows)
+        bundles = self._bundles(groups, rows.counts)
+        cut = cut_tiles(rows.starts, rows.counts, self.size, 1, bundles)
+        keys = self._blocks_together * self._context.tables.block_size
+        # A tile reads the groups that its rows share once, and those that each has to itself.
+        is_first = np.concatenate(
+            [np.ones((len(cut.row), 1), dtype=bool), cut.row[:, 1:] != cut.row[:, :-1]], 1
+        )
+        of_each = np.where(is_first & cut.is_query, (groups.end - groups.own)[cut.row], 0).sum()
+        return self.size * keys * int(groups.own[cut.row[:, 0]].sum() + of_each)
 
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None

@@ -118,7 +118,7 @@ class QueryTiles:
         self._tells_full = tells_full
         self._compute_dtype = compute_dtype
         self._capacity = capacity = rounded_capacity(capacity)
-        self._has_low = (context.has_low or self._mixes_rows) and rule.visibility is None
+        self._has_low = (context.has_low or self.mixes_rows) and rule.visibility is None
         self._bound_names = {
             reach: [f"{name}.{index}" for name in Bounds._fields[: 1 + self._has_low]]
             for index, reach in enumerate(context.reaches)
@@ -164,7 +164,7 @@ class QueryTiles:
         return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))
 
     @property
-    def _mixes_rows(self) -> bool:
+    def mixes_rows(self) -> bool:
         """Whether a tile may hold queries of several rows."""
         return False
 

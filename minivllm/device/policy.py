@@ -127,6 +127,11 @@ class DevicePolicy:
         bfloat16, and 0.15, 0.38, 0.75 and 1.44 in float32 (one core with AVX-512)."""
         return min(PAIR_TOKENS, max_model_len // 2) if self.on_cpu else 0
 
+    def pair_cost(self, dtype: torch.dtype) -> float:
+        """What a query costs for each key, token by token, as a share of what it costs in a tile of prompt
+        chunks that attends in this dtype: measured as ``pair_tokens`` was."""
+        return 2.0 if self._attends_fast(dtype) else 1.5
+
     @property
     def lists_full_blocks(self) -> bool:
         """Tiles of a single row tell blocks that are visible whole from others, in lists as wide as the cache

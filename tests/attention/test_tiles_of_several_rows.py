@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels_triton_free.attention
-from minivllm.attention import AttentionContext, AttentionRule, SdpaAttention, StepRows
+from minivllm.attention import AttentionContext, AttentionRule, FlexAttention, SdpaAttention, StepRows
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.lists.key_groups import bundles_of, groups_of_step
+from minivllm.attention.pairs import RowPairs
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.device.buffers import MirroredTable
@@ -160,3 +161,19 @@ def test_compiled_code_attends_as_each_chunk_would_alone() -> None:
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+def parts_of(chunks: list[Chunk], **changes: object) -> list[type]:
+    """What attends to chunks that are all of few tokens."""
+    tables, num_blocks, rows = made(chunks)
+    rows = rows._replace(num_few=len(chunks))
+    context = context_of(tables, num_blocks, rows, Reach(), few_tokens=5, in_strips=True, **changes)
+    return [type(part.kind) for part in FlexAttention(context).prepare(rows).parts]
+
+
+def test_few_tokens_take_tiles_where_these_read_a_prefix_for_many_rows() -> None:
+    """Rows of 4 tokens after 24: by tiles of 8 that is 8 x (24 + 8 + 8) products for two rows of one prefix, and
+    2 x 8 x (24 + 8) for rows that share nothing; token by token 2 x 4 x 28, each of which counts 1.5 times."""
+    assert parts_of([Chunk(0, 6, 0, 4)] * 2) == [GatheredTiles]
+    assert parts_of([Chunk(0, 6, 0, 4), Chunk(1, 6, 0, 4)]) == [RowPairs]
+    assert parts_of([Chunk(0, 6, 0, 2)] * 2) == [RowPairs], "2 x 2 x 26 of such products are fewer"

@@ -167,7 +167,9 @@ def test_searches_that_cannot_run_are_refused_before_anything_runs(ending_model:
             RequestError, match=r"beam_width is 50, but must be at most 25 .* 3 end-of-sequence ids"
         ):
             llm.beam_search(prompts, BeamSearchParams(beam_width=50, max_tokens=2))
-        with pytest.raises(RequestError, match="params is of type SamplingParams, but must be a BeamSearchParams"):
+        with pytest.raises(
+            RequestError, match="params is of type SamplingParams, but must be a BeamSearchParams"
+        ):
             llm.beam_search(prompts, SamplingParams())  # type: ignore[arg-type]
         with pytest.raises(RequestError, match=r"A beam search cannot stream .* call LLM\.beam_search"):
             llm.llm_engine.add_request(None, prompts[0], BeamSearchParams(beam_width=2))  # type: ignore[arg-type]
