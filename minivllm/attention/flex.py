@@ -86,7 +86,8 @@ class FlexAttention:
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
-        self._tables, self._pair_cost = context.tables, policy.pair_cost(dtype)
+        self._tables = context.tables
+        self._pair_cost = policy.pair_cost(dtype)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
         self._several: QueryTiles = make(
             context, rule, "prompt attention", size, capacity, compute_dtype=dtype
