@@ -1,6 +1,9 @@
 """minivllm: the architecture of vLLM V1 in readable, pure PyTorch.
 
 Importing this package is cheap: torch is imported when an engine starts.
+
+The files beside this one are the vocabulary of all packages: messages, requests, parameters, errors. Together
+they are longer than other folders for a reason: they hold declarations, each of which is read alone.
 """
 
 from __future__ import annotations

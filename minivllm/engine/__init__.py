@@ -2,6 +2,6 @@
 
 May import: attention, checkpoints, config, device, distributed, executor, families.makers, gguf, hub,
 kv_cache, kv_cache.blocks, kv_cache.tree, kv_transfer, lora, models, models.decoder, multimodal, profiling,
-sampling, scheduler, spec_decode.eagle, specs, structured_output.
+sampling, scheduler, spec_decode.eagle, specs, stop_conditions, structured_output.
 Door: `EngineCore` in core.py.
 """

@@ -35,8 +35,8 @@ from minivllm.multimodal.items import PixelTensors
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
-from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.stop_conditions.repetition import RepetitionDetector
 from minivllm.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:

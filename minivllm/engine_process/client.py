@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from minivllm.config import EngineArgs
 from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
-from minivllm.engine.garbage import without_collections
-from minivllm.engine.openmp import choose_wait_policy
 from minivllm.engine_process.protocol.clients import EngineClient
 from minivllm.engine_process.protocol.pixels import NO_PIXELS, PixelAnswers
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.plugins.plugin import import_object
 from minivllm.plugins.points import CLIENTS, EXECUTORS, NODE_AGENT
+from minivllm.startup.garbage import without_collections
+from minivllm.startup.openmp import choose_wait_policy
 
 logger = logging.getLogger(__name__)
 

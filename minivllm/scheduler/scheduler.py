@@ -48,7 +48,7 @@ from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.stage_share import stage_share
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan, StepTurns
-from minivllm.scheduler.stopping import append_until_stop
+from minivllm.stop_conditions.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256
 """Steps that are kept for the page and for ``/live``."""

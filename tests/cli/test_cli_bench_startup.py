@@ -38,7 +38,7 @@ CHOICE = """
 import os, sys
 if sys.argv[1] == "torch first":
     sys.modules["torch"] = os
-from minivllm.engine.openmp import choose_wait_policy
+from minivllm.startup.openmp import choose_wait_policy
 choose_wait_policy()
 print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 """

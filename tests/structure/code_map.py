@@ -20,6 +20,7 @@ ORDER = (
     "minivllm/stop_conditions",
     "minivllm/data_parallel",
     "minivllm/engine_process",
+    "minivllm/startup",
     "minivllm/engine",
     "minivllm/scheduler",
     "minivllm/kv_cache",

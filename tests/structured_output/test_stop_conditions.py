@@ -16,8 +16,8 @@ from minivllm import LLM, OutputKind, RepetitionDetection, SamplingParams, Struc
 from minivllm.errors import RequestError
 from minivllm.messages import EngineRequest
 from minivllm.request import Request, RequestStatus, Stop
-from minivllm.scheduler.repetition import RepetitionDetector
-from minivllm.scheduler.stopping import append_until_stop
+from minivllm.stop_conditions.repetition import RepetitionDetector
+from minivllm.stop_conditions.stopping import append_until_stop
 from minivllm.structured_output.grammar import ThinkingBudget
 
 START, END = [90, 91], [92, 93, 94]

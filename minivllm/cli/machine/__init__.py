@@ -1,5 +1,5 @@
 """What `minivllm env` tells: the machine, its defaults, and a model's implementation, cache and program.
 
 May import: checkpoints, cli.engine, cli.terminal, compilation, config, device, engine, hub, program,
-simulation, worker.loading.
+simulation, startup, worker.loading.
 """

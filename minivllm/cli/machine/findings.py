@@ -28,7 +28,7 @@ _CPU_FLAGS = (
 
 def collect() -> dict[str, Any]:
     """Everything ``env`` shows, as plain values; sizes in bytes."""
-    from minivllm.engine.openmp import choose_wait_policy
+    from minivllm.startup.openmp import choose_wait_policy
 
     choose_wait_policy()  # before torch is imported, as an engine does
     return {
@@ -58,7 +58,6 @@ def _defaults() -> dict[str, dict[str, str]]:
     from minivllm.compilation.compiler import cannot_compile_reason
     from minivllm.device.memory import MAX_CPU_CACHE_BYTES
     from minivllm.device.policy import DevicePolicy
-    from minivllm.engine.openmp import wait_policy
     from minivllm.engine.resolve import (
         DEFAULT_BLOCK_SIZE,
         DEFAULTS,
@@ -66,6 +65,7 @@ def _defaults() -> dict[str, dict[str, str]]:
         resolve_device,
         resolve_dtype,
     )
+    from minivllm.startup.openmp import wait_policy
 
     device = resolve_device("auto")
     policy = DevicePolicy.of(torch.device(device))

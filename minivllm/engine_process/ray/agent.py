@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import msgspec
 
-from minivllm.engine.openmp import choose_wait_policy
 from minivllm.engine_process.ray.messages import NodeStart
 from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.startup.openmp import choose_wait_policy
 
 
 def run_node(start: bytes) -> bytes:
