@@ -94,7 +94,7 @@ class FlexAttention:
         )
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
-        """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
+        """Tiles of single tokens first, then those of few tokens, then those of prompt chunks."""
         num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
         single = rows.num_single
         if self._few is None and rows.num_few and self._takes_pairs(rows):

@@ -125,7 +125,7 @@ class PairMetadata(NamedTuple):
 
 
 class RowPairs:
-    """Rows of a single token, and drafts that are verified, each of which is a row of its own here.
+    """Rows of a single token, and of few tokens, each of which is a row here.
 
     None of them sees a later one: see ``in_step_order``. One kernel serves all specs that differ only in what
     they see. ``attend_to_strips`` says how it computes.
