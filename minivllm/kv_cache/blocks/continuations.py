@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Sequence
 from itertools import islice
 
+from minivllm.kv_cache.blocks.hashing import TOKEN_BYTES, token_bytes
+
 MIN_COPIED_TOKENS = 8
 """Fewer are computed again: a copy moves a whole block, with a call for each tensor of each layer."""
 MAX_COMPARED = 8
@@ -22,15 +24,20 @@ MAX_COMPARED = 8
 class Piece:
     """The tokens in one block.
 
-    tokens int32 [1 … block_size]: from the block's first place on. num_usable: so many of them are computed
-    by earlier steps than the one that is being planned, so a copy may read them.
+    data: the token ids as bytes of uint32 [1 … block_size], from the block's first place on: comparing
+    beginnings of bytes is one call. num_usable: so many tokens are computed by earlier steps than the one
+    that is being planned, so a copy may read them.
     """
 
-    __slots__ = ("num_usable", "tokens")
+    __slots__ = ("data", "num_usable")
 
-    def __init__(self, tokens: array[int]) -> None:
-        self.tokens = tokens
+    def __init__(self) -> None:
+        self.data = b""
         self.num_usable = 0
+
+    def usable(self) -> list[int]:
+        """The tokens that a copy may read."""
+        return array("I", self.data[: self.num_usable * TOKEN_BYTES]).tolist()
 
 
 class Continuations:
@@ -78,17 +85,17 @@ class Continuations:
             self._planned[block_id] = None
         if len(token_ids) < self.min_tokens:
             return []
-        tokens = array("i", token_ids)
+        data = token_bytes(token_ids)
         pieces = self._pieces.setdefault(parent, {})
         piece = pieces.pop(block_id, None)
         if piece is None:
             for other, known in _newest(pieces):
-                if _num_common(known.tokens, tokens) == len(tokens):
+                if known.data.startswith(data):
                     pieces[other] = pieces.pop(other)
                     return []
-            piece = Piece(tokens)
+            piece = Piece()
             self._parents[block_id] = parent
-        piece.tokens = tokens
+        piece.data = data
         pieces[block_id] = piece
         self._tails.pop(block_id, None)
         if is_tail:
@@ -105,7 +112,8 @@ class Continuations:
 
     def settle(self) -> list[int]:
         """The planned step is sent: what it computes may be copied by the next one."""
-        lost = [other for block_id in self._planned for other in self._settle(block_id)]
+        noted = [block_id for block_id in self._planned if block_id in self._parents]
+        lost = [other for block_id in noted for other in self._settle(block_id)]
         self._planned.clear()
         return lost
 
@@ -115,12 +123,12 @@ class Continuations:
         if parent is None:
             return []
         pieces = self._pieces[parent]
-        tokens = pieces[block_id].tokens
-        pieces[block_id].num_usable = len(tokens)
+        data = pieces[block_id].data
+        pieces[block_id].num_usable = len(data) // TOKEN_BYTES
+        if len(pieces) == 1:
+            return []
         lost = [
-            other
-            for other, known in _newest(pieces)
-            if other != block_id and _num_common(known.tokens, tokens) == len(known.tokens)
+            other for other, known in _newest(pieces) if other != block_id and data.startswith(known.data)
         ]
         for other in lost:
             self.forget(other)
@@ -134,12 +142,14 @@ class Continuations:
         pieces = self._pieces.get(parent)
         if pieces is None or len(token_ids) < self.min_tokens:
             return None
-        tokens = array("i", token_ids)
+        data = token_bytes(token_ids)
         found, most = -1, self.min_tokens - 1
         for block_id, piece in _newest(pieces):
-            known = piece.tokens if with_planned else piece.tokens[: piece.num_usable]
-            if len(known) > most and known[: most + 1] == tokens[: most + 1]:
-                found, most = block_id, _num_common(known, tokens)
+            num_known = len(piece.data) // TOKEN_BYTES if with_planned else piece.num_usable
+            if min(num_known, len(token_ids)) > most and piece.data.startswith(
+                data[: (most + 1) * TOKEN_BYTES]
+            ):
+                found, most = block_id, min(num_known, _num_common(piece.data, data))
         if found < 0:
             return None
         pieces[found] = pieces.pop(found)  # what is read is kept longest
@@ -165,7 +175,9 @@ class Continuations:
             self.forget(block_id)
             return
         pieces = self._pieces[parent]
-        pieces[block_id].num_usable = 0 if heir in self._planned else len(pieces[block_id].tokens)
+        pieces[block_id].num_usable = (
+            0 if heir in self._planned else len(pieces[block_id].data) // TOKEN_BYTES
+        )
         self._pieces[parent] = {heir if one == block_id else one: piece for one, piece in pieces.items()}
         self._parents[heir] = self._parents.pop(block_id)
         self._tails.pop(block_id, None)
@@ -181,7 +193,7 @@ class Continuations:
         """(parent, block id, tokens) of all pieces, as far as a copy may read them.
         For tests and for people."""
         return [
-            (parent, block_id, piece.tokens[: piece.num_usable].tolist())
+            (parent, block_id, piece.usable())
             for parent, pieces in self._pieces.items()
             for block_id, piece in pieces.items()
         ]
@@ -194,11 +206,7 @@ class Continuations:
         """(block id, tokens) of the pieces that follow a name, as far as a copy may read them;
         those that have some."""
         pieces = self._pieces.get(parent, {})
-        return [
-            (one, piece.tokens[: piece.num_usable].tolist())
-            for one, piece in pieces.items()
-            if piece.num_usable
-        ]
+        return [(one, piece.usable()) for one, piece in pieces.items() if piece.num_usable]
 
     def contradiction(self) -> str:
         """What is wrong with the index between steps; empty if nothing is."""
@@ -224,15 +232,12 @@ def _newest(pieces: dict[int, Piece]) -> list[tuple[int, Piece]]:
     return list(islice(reversed(pieces.items()), MAX_COMPARED))
 
 
-def _num_common(first: array[int], second: array[int]) -> int:
-    """Length of the common beginning, by bisection: slices are compared as bytes."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    low, high = 0, length  # low tokens agree, high tokens do not
+def _num_common(first: bytes, second: bytes) -> int:
+    """Tokens of the common beginning, by bisection."""
+    low, high = 0, min(len(first), len(second)) // TOKEN_BYTES + 1  # low tokens agree, high tokens do not
     while high - low > 1:
         middle = (low + high) // 2
-        if first[low:middle] == second[low:middle]:
+        if first.startswith(second[: middle * TOKEN_BYTES]):
             low = middle
         else:
             high = middle

@@ -31,12 +31,20 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extras: tuple[Extra, ...
     """
     digest = hashlib.sha256(_header(len(parent), len(token_ids)))
     digest.update(parent)
-    digest.update(_token_layout(len(token_ids)).pack(*token_ids))
+    digest.update(token_bytes(token_ids))
     for extra in extras:
         data = extra if isinstance(extra, bytes) else str(extra).encode("utf-8", "surrogatepass")
         digest.update(_TAGS[type(extra)] + struct.pack("<Q", len(data)))
         digest.update(data)
     return digest.digest()
+
+
+TOKEN_BYTES = 4
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, so that beginnings can be compared in one call."""
+    return _token_layout(len(token_ids)).pack(*token_ids)
 
 
 def state_name(block_hash: bytes) -> bytes:
