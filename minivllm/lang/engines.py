@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.llm_engine import TextFrontend
+    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.prompt_images import PromptImages
     from minivllm.processing.outputs import RequestOutput
 
 _TURNS = 4
@@ -53,10 +55,17 @@ class Engine(Protocol):
     def frontend(self) -> TextFrontend: ...
 
     async def complete(
-        self, token_ids: list[int], params: SamplingParams, settings: Settings
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        settings: Settings,
+        pictures: Sequence[Picture] = (),
     ) -> RequestOutput:
-        """The finished output. params: with output_kind FINAL_ONLY.
-        Raises RequestError and EngineDeadError."""
+        """The finished output. params: with output_kind FINAL_ONLY. pictures: one for each placeholder among
+        the tokens. Raises RequestError and EngineDeadError."""
+
+    async def read_images(self, images: PromptImages, sources: list[Any]) -> list[Picture]:
+        """What ``images.read`` returns, which decodes them."""
 
 
 class StreamingEngine:
@@ -67,12 +76,19 @@ class StreamingEngine:
         self.frontend: TextFrontend = llm
 
     async def complete(
-        self, token_ids: list[int], params: SamplingParams, settings: Settings
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        settings: Settings,
+        pictures: Sequence[Picture] = (),
     ) -> RequestOutput:
-        stream = self._llm.generate({"prompt_token_ids": token_ids}, params, **settings.of_requests)
+        stream = self._llm.generate(_prompt(token_ids, pictures), params, **settings.of_requests)
         async with aclosing(stream):
             output = await anext(stream)  # the only one
         return output
+
+    async def read_images(self, images: PromptImages, sources: list[Any]) -> list[Picture]:
+        return await self._llm.in_image_thread(images.read, sources, None)
 
 
 class SteppedEngine:
@@ -85,9 +101,14 @@ class SteppedEngine:
         self._loras: set[LoRARequest] = set()
 
     async def complete(
-        self, token_ids: list[int], params: SamplingParams, settings: Settings
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        settings: Settings,
+        pictures: Sequence[Picture] = (),
     ) -> RequestOutput:
-        prepared = self._engine.prepare(None, {"prompt_token_ids": token_ids}, params, **settings.of_requests)
+        prompt = _prompt(token_ids, pictures)
+        prepared = self._engine.prepare(None, prompt, params, **settings.of_requests)
         if settings.lora is not None and settings.lora not in self._loras:
             self._engine.add_lora(settings.lora)
             self._loras.add(settings.lora)
@@ -101,6 +122,9 @@ class SteppedEngine:
             self._waiting.pop(prepared.request_id, None)
             with suppress(EngineDeadError):
                 self._engine.abort_request([prepared.internal_id])
+
+    async def read_images(self, images: PromptImages, sources: list[Any]) -> list[Picture]:
+        return images.read(sources, None)
 
     async def _step(self) -> None:
         while True:
@@ -119,6 +143,11 @@ class SteppedEngine:
                 waiting = self._waiting.get(output.request_id)
                 if output.finished and waiting is not None and not waiting.done():
                     waiting.set_result(output)
+
+
+def _prompt(token_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+    images = {"multi_modal_data": {"image": list(pictures)}} if pictures else {}
+    return {"prompt_token_ids": token_ids, **images}
 
 
 def engine_of(llm: AsyncLLM | Engine) -> Engine:

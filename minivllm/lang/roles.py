@@ -20,12 +20,34 @@ if TYPE_CHECKING:
 _MARK_DIGITS = 24
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Image:
+    """A picture, for a model that sees."""
+
+    source: Any
+
+
+def image(source: Any) -> Image:
+    """A picture in a user's or a tool's turn, or between plain texts. source: an image of PIL, or the bytes
+    of a file."""
+    return Image(source)
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One turn. Special tokens in ``content`` are text."""
+    """One turn. Special tokens in its texts are text."""
 
     role: str
-    content: str
+    parts: tuple[str | Image, ...]
+    """No two texts follow one another."""
+
+    @property
+    def images(self) -> list[Image]:
+        return [part for part in self.parts if isinstance(part, Image)]
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 def system(*texts: str) -> Block:
@@ -33,10 +55,10 @@ def system(*texts: str) -> Block:
     return _block("system", texts)
 
 
-def user(*texts: str) -> Block:
-    """A user's turn. After it the model answers:
+def user(*parts: str | Image) -> Block:
+    """A user's turn, of texts and images. After it the model answers:
     ``gen``, ``select`` and plain text open the assistant's turn."""
-    return _block("user", texts)
+    return _block("user", parts, may_see=True)
 
 
 def assistant(*texts: str) -> Block:
@@ -44,18 +66,23 @@ def assistant(*texts: str) -> Block:
     return _block("assistant", texts)
 
 
-def tool(*texts: str) -> Block:
-    """The result of a tool."""
-    return _block("tool", texts)
+def tool(*parts: str | Image) -> Block:
+    """The result of a tool, of texts and images."""
+    return _block("tool", parts, may_see=True)
 
 
-def _block(role: str, texts: tuple[str, ...]) -> Block:
-    for text in texts:
-        if not isinstance(text, str):
-            raise RequestError(
-                f"{role}(…) was given a {type(text).__name__}, but takes texts: write str(…) around it."
-            )
-    return Block(role, "".join(texts))
+def _block(role: str, parts: tuple[str | Image, ...], *, may_see: bool = False) -> Block:
+    for part in parts:
+        if not isinstance(part, (str, Image) if may_see else str):
+            taken = "texts and images: write str(…) or image(…)" if may_see else "texts: write str(…)"
+            raise RequestError(f"{role}(…) was given a {type(part).__name__}, but takes {taken} around it.")
+    joined: list[str | Image] = []
+    for part in parts:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return Block(role, tuple(joined))
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,8 @@ class Conversation:
     """Takes the place of the model's."""
     variables: Mapping[str, Any]
     """Further names that the template knows."""
+    mark: str | None = None
+    """See PromptImages."""
     messages: tuple[Block, ...] = ()
     """Turns that are complete."""
     rendered: str = ""
@@ -98,8 +127,8 @@ class Conversation:
             # The end of the answer is found by a mark in its place,
             # since templates strip white space around it.
             mark = "".join(secrets.choice("123456789") for _ in range(_MARK_DIGITS))
-            marked = self._render((*self.messages, Block("assistant", mark), *blocks), opens)
-            history = (*self.messages, Block("assistant", self.answer), *blocks)
+            marked = self._render((*self.messages, Block("assistant", (mark,)), *blocks), opens)
+            history = (*self.messages, Block("assistant", (self.answer,)), *blocks)
             rendered = self._render(history, opens)
             added = marked.rpartition(mark)[2]
             said = rendered[len(before) : len(rendered) - len(added)]
@@ -118,5 +147,15 @@ class Conversation:
         return replace(self, messages=history, rendered=rendered, answer=answer), added
 
     def _render(self, turns: Sequence[Block], opens: bool) -> str:
-        messages = [{"role": turn.role, "content": self.hidden.hide(turn.content)} for turn in turns]
+        messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
         return self.tokenizer.render_chat(messages, opens, chat_template=self.chat_template, **self.variables)
+
+    def _content(self, turn: Block) -> str | list[dict[str, str]]:
+        """Of a message: parts, if the template has to place images."""
+        if not turn.images or self.mark is not None:
+            text: str = self.hidden.hide(turn.text)
+            return (self.mark or "") * len(turn.images) + text
+        return [
+            {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": self.hidden.hide(part)}
+            for part in turn.parts
+        ]

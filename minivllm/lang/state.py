@@ -8,26 +8,26 @@ import hashlib
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from minivllm.errors import ContextLengthError, RequestError
+from minivllm.errors import RequestError
 from minivllm.lang.choose import Selected, best_choice, check_choices, score
 from minivllm.lang.engines import Engine, Settings
-from minivllm.lang.roles import Block, Conversation
+from minivllm.lang.growing_text import GrowingText
+from minivllm.lang.roles import Block, Image
 from minivllm.sampling_params import OutputKind, SamplingParams
 from minivllm.tokenizer.detokenizer import TokenDecoder
-from minivllm.tokenizer.pieces import encode_after, tokens_of_text
+from minivllm.tokenizer.pieces import tokens_of_text
 
 if TYPE_CHECKING:
+    from minivllm.multimodal.decoding import Picture
     from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
 
 T = TypeVar("T")
 
-_LONG_TEXT = 4096
-"""Characters from which on tokenizing moves to a thread."""
 _PAYS_TO_WAIT = 32
 """Tokens that choices would compute each for itself,
 from which on the first one is scored before the others."""
@@ -49,7 +49,7 @@ class Generated:
     logprobs: list[PositionLogprobMap] | None
     """If they were asked for."""
     num_prompt_tokens: int
-    """Tokens of the state before it."""
+    """Tokens of the state before it, with those of its images."""
     num_cached_tokens: int
     """Of these, tokens that came from the prefix cache."""
 
@@ -67,13 +67,16 @@ class Run:
     def decoder(self) -> TokenDecoder:
         return TokenDecoder(self.engine.frontend.tokenizer.backend)
 
-    async def complete(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+    async def complete(
+        self, token_ids: list[int], pictures: Sequence[Picture], params: SamplingParams
+    ) -> RequestOutput:
         """The finished output. Raises RequestError if the engine gave up on it."""
         if self.has_ended:
             raise RequestError(
                 "The program of this state has ended: what it generated can be read, not continued."
             )
-        task = asyncio.create_task(self.engine.complete(token_ids, params, self.settings))
+        request = self.engine.complete(token_ids, params, self.settings, pictures)
+        task = asyncio.create_task(request)
         self.in_flight.add(task)
         try:
             output = await task
@@ -104,18 +107,8 @@ class State:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._tokenizer = run.engine.frontend.tokenizer
-        self._tokens: list[int] = []
+        self._text = GrowingText(run.engine, run.settings)
         self._num_computed = 0
-        self._texts: list[str] = []
-        self._pending: list[str | Block] = []
-        settings = run.settings
-        self._chat = Conversation(
-            self._tokenizer,
-            self._tokenizer.hidden_texts(),
-            settings.chat_template,
-            settings.chat_template_kwargs,
-        )
         self._is_busy = False
         self._path: tuple[int, ...] = ()
         self._num_forks = 0
@@ -124,23 +117,11 @@ class State:
         self.details: dict[str, Generated | Selected] = {}
         """How it came out, by name."""
 
-    def __iadd__(self, piece: str | Block) -> State:
-        """Append a text or a role block.
-        Raises RequestError for anything else, and where a role block cannot come."""
-        if not isinstance(piece, (str, Block)):
-            raise RequestError(
-                f"A {type(piece).__name__} was appended, but a state takes texts and role blocks such as "
-                "user(…)."
-            )
-        is_chat = self._chat.messages or any(isinstance(one, Block) for one in self._pending)
-        if isinstance(piece, Block) and (self._texts or self._pending) and not is_chat:
-            raise RequestError(
-                f"A {piece.role} block was appended after plain text: begin with a role block, or write the "
-                "turns as "
-                "text."
-            )
-        if piece:
-            self._pending.append(piece)
+    def __iadd__(self, piece: str | Image | Block) -> State:
+        """Append a text, an image or a role block.
+        Raises RequestError for anything else, where a block or an image cannot come, and for images that the
+        model cannot see."""
+        self._text.append(piece)
         return self
 
     def __getitem__(self, name: str) -> Any:
@@ -153,13 +134,13 @@ class State:
     def text(self) -> str:
         """All so far, with the special tokens of the chat template;
         what was appended since the last request too."""
-        pieces, chat = self._written(opens=False)
-        return "".join([*self._texts, *(chat.hidden.restored(piece) for piece, _ in pieces)])
+        return str(self._text)
 
     @property
     def token_ids(self) -> list[int]:
-        """All that requests have seen or sampled; what was appended since is not tokenised yet."""
-        return list(self._tokens)
+        """All that requests have seen or sampled, with one placeholder for each image;
+        what was appended since is not tokenised yet."""
+        return list(self._text.tokens)
 
     async def gen(
         self, name: str | None = None, *, json: Any = None, regex: str | None = None, **sampling: Any
@@ -175,17 +156,14 @@ class State:
         """
         params = self._params(json, regex, sampling)
         with self._request():
-            await self._flush(opens=True)
-            before = len(self._tokens)
-            output = await self._run.complete(self._tokens, params)
+            await self._text.settle(opens=True)
+            before = len(self._text)
+            output = await self._complete(params)
             [completion] = output.outputs
             kept, rest = self._kept(completion, params)
-            self._tokens += kept
             # The last sampled token was never computed.
             self._num_computed = before + min(len(kept), len(completion.token_ids) - 1)
-            if rest:
-                self._tokens += self._encode(rest)
-            self._append_text(completion.text)
+            self._text.append_tokens(kept + (self._text.encode_after(rest) if rest else []), completion.text)
         generated = Generated(
             completion.text,
             completion.token_ids,
@@ -208,16 +186,15 @@ class State:
         """
         given = check_choices(choices, scoring)
         with self._request():
-            await self._flush(opens=True)
-            ids = [self._encode(choice) for choice in given]
+            await self._text.settle(opens=True)
+            ids = [self._text.encode_after(choice) for choice in given]
             if all(len(one) == 1 for one in ids):
                 logprobs = await self._score_tokens([one[0] for one in ids])
             else:
                 logprobs = await self._score_texts(ids)
             best = best_choice(ids, logprobs, scoring)
-            self._num_computed = len(self._tokens) + len(ids[best]) - 1
-            self._tokens += ids[best]
-            self._append_text(given[best])
+            self._num_computed = len(self._text) + len(ids[best]) - 1
+            self._text.append_tokens(ids[best], given[best])
         scores = {choice: score(one, scoring) for choice, one in zip(given, logprobs)}
         self._keep(name, given[best], Selected(scores, logprobs))
         return given[best]
@@ -226,10 +203,10 @@ class State:
         """Compute what was appended, so that branches find it in the cache. It pays before a ``fork`` of more
         than 8, and where branches begin with few tokens in common."""
         with self._request():
-            await self._flush(opens=False)
-            if len(self._tokens) > self._num_computed + 1:
-                await self._run.complete(self._tokens, _final(temperature=0.0, max_tokens=1, ignore_eos=True))
-                self._num_computed = len(self._tokens)
+            await self._text.settle(opens=False)
+            if len(self._text) > self._num_computed + 1:
+                await self._complete(_final(temperature=0.0, max_tokens=1, ignore_eos=True))
+                self._num_computed = len(self._text)
 
     def fork(self, n: int) -> list[State]:
         """``n`` branches that begin with this text. No request: they share its tokens in the prefix cache.
@@ -240,67 +217,10 @@ class State:
         self._num_forks += n
         return [self._branch((*self._path, first + index)) for index in range(n)]
 
-    # -- appending ---------------------------------------------------------------------------------
-
-    def _written(self, *, opens: bool) -> tuple[list[tuple[str, bool]], Conversation]:
-        """What was appended, as texts and whether the template wrote them (special tokens in messages are
-        hidden then), and the conversation after it. opens: it ends with the begin of the assistant's turn."""
-        chat, blocks = self._chat, list[Block]()
-        pieces: list[tuple[str, bool]] = []
-        for piece in self._pending:
-            if isinstance(piece, Block):
-                blocks.append(piece)
-                continue
-            if chat.messages or blocks:
-                chat, added = chat.extended(blocks, opens=True)
-                blocks = []
-                pieces.append((added, True))
-                chat = chat.said(piece)
-            pieces.append((piece, False))
-        if chat.messages or blocks:
-            chat, added = chat.extended(blocks, opens=opens)
-            pieces.append((added, True))
-        return [(piece, is_rendered) for piece, is_rendered in pieces if piece], chat
-
-    async def _flush(self, *, opens: bool) -> None:
-        """Tokenise what was appended; all of it, or nothing if something is refused."""
-        pieces, chat = self._written(opens=opens)
-        tokens, texts = list(self._tokens), list(self._texts)
-        longest = self._tokenizer.max_characters_per_token
-        limit = self._run.engine.frontend.config.scheduler.max_model_len
-        for piece, is_rendered in pieces:
-            if longest is not None and len(piece) > longest * limit:
-                raise ContextLengthError(
-                    f"A text of {len(piece)} characters was appended, but max_model_len is {limit}: so many "
-                    "tokens are "
-                    f"never more than {longest * limit} characters. Shorten it."
-                )
-            encode = partial(self._encode, piece, chat=chat if is_rendered else None, is_first=not tokens)
-            tokens += await asyncio.to_thread(encode) if len(piece) > _LONG_TEXT else encode()
-            texts.append(chat.hidden.restored(piece))
-        if not tokens:
-            raise RequestError("Nothing was appended yet: begin with a text or a role block.")
-        self._tokens = tokens
-        self._texts = texts
-        self._chat = chat
-        self._pending = []
-
-    def _encode(self, text: str, *, chat: Conversation | None = None, is_first: bool = False) -> list[int]:
-        """Token ids of an appended text. chat: whose template wrote it; None for a plain text."""
-        if chat is not None:
-            encode = partial(self._tokenizer.encode_rendered, hidden=chat.hidden)
-            return encode(text) if is_first else encode_after(self._tokenizer, text, encode)
-        if is_first:
-            return self._tokenizer.encode(text)
-        return encode_after(self._tokenizer, text, partial(self._tokenizer.encode, add_special_tokens=False))
-
-    def _append_text(self, text: str) -> None:
-        """Of tokens that were appended."""
-        self._texts.append(text)
-        if self._chat.messages:
-            self._chat = self._chat.said(text)
-
     # -- requests ----------------------------------------------------------------------------------
+
+    async def _complete(self, params: SamplingParams, more: Sequence[int] = ()) -> RequestOutput:
+        return await self._run.complete([*self._text.tokens, *more], self._text.pictures, params)
 
     @contextmanager
     def _request(self) -> Iterator[None]:
@@ -353,18 +273,18 @@ class State:
             allowed_token_ids=token_ids,
             logprob_token_ids=token_ids,
         )
-        output = await self._run.complete(self._tokens, params)
+        output = await self._complete(params)
         [entries] = output.outputs[0].logprobs or []
         return [[entries[token_id].logprob] for token_id in token_ids]
 
     async def _score_texts(self, choices: list[list[int]]) -> list[list[float]]:
         """The logprobs of each choice's tokens:
         a request for each, which computes one token more than it has."""
-        start = len(self._tokens)
+        start = len(self._text)
         params = _final(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
 
         async def logprobs(choice: list[int]) -> list[float]:
-            output = await self._run.complete(self._tokens + choice, params)
+            output = await self._complete(params, choice)
             entries = (output.prompt_logprobs or [])[start:]
             return [entry[token].logprob for entry, token in zip(entries, choice, strict=True) if entry]
 
@@ -383,12 +303,8 @@ class State:
 
     def _branch(self, path: tuple[int, ...]) -> State:
         branch = State(self._run)
-        branch._tokens, branch._num_computed, branch._chat = (
-            list(self._tokens),
-            self._num_computed,
-            self._chat,
-        )
-        branch._texts, branch._pending, branch._path = list(self._texts), list(self._pending), path
+        self._text.branch(branch._text)
+        branch._num_computed, branch._path = self._num_computed, path
         branch.results, branch.details = dict(self.results), dict(self.details)
         return branch
 

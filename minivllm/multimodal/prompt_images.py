@@ -100,14 +100,22 @@ class PromptImages:
                 raise RequestError(f"mm_processor_kwargs[{key!r}] is {value!r}, but must be true or false.")
         return dict(options or {})
 
+    @property
+    def placeholder_text(self) -> str:
+        """The token that stands for an image, as text: in a plain prompt."""
+        return self.mark or self._marker or ""
+
+    @cached_property
+    def _marker(self) -> str | None:
+        return (
+            None if self._tokenizer is None else self._tokenizer.backend.id_to_token(self.config.placeholder)
+        )
+
     def surrounded(self, text: str) -> str:
         """A prompt's text with what a family writes around each placeholder, and a placeholder for each
         mark."""
-        around, tokenizer = self._expansion.around, self._tokenizer
-        if tokenizer is None or not (around or self.mark):
-            return text
-        marker = tokenizer.backend.id_to_token(self.config.placeholder)
-        if marker is None:
+        around, marker = self._expansion.around, self._marker
+        if marker is None or not (around or self.mark):
             return text
         if self.mark is not None:
             text = text.replace(self.mark, marker)

@@ -129,9 +129,11 @@ class InputProcessor:
         items: list[ImageItem] = []
         if self.images is not None:
             token_ids, items = self.images.expand(token_ids, pictures)
-            if items and params.prompt_logprobs is not None:
+            last = items[-1].offset + items[-1].length if items else 0
+            if params.prompt_logprobs is not None and params.prompt_logprobs_start < last:
                 raise RequestError(
-                    "prompt_logprobs are not given for prompts with images: leave one of them out."
+                    "prompt_logprobs of a prompt with images are given after the last image only: leave them "
+                    f"out, or let them begin at prompt_logprobs_start {last} or later."
                 )
         self._check_params(params)
         self._check_priority(priority)

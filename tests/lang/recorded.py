@@ -30,6 +30,7 @@ class ScriptedEngine:
     ) -> None:
         self.frontend: Any = SimpleNamespace(
             tokenizer=tokenizer,
+            images=None,
             get_default_sampling_params=SamplingParams,
             config=SimpleNamespace(scheduler=SimpleNamespace(max_model_len=1000)),
         )
@@ -38,7 +39,7 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
 
     async def complete(
-        self, token_ids: list[int], params: SamplingParams, settings: Settings
+        self, token_ids: list[int], params: SamplingParams, settings: Settings, pictures: Any = ()
     ) -> RequestOutput:
         self.prompts.append(list(token_ids))
         self.params.append(params)

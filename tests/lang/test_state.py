@@ -306,7 +306,7 @@ class Word:
         (lambda s: s.select("x", ["a", "b"], scoring="median"), "must be one of mean, sum, greedy"),
         (lambda s: asyncio.gather(s.gen(), s.gen()), "generating already"),
         (lambda s: asyncio.sleep(0, s.fork(0)), "at least 1"),
-        (lambda s: asyncio.sleep(0, s.__iadd__(5)), "takes texts and role blocks"),
+        (lambda s: asyncio.sleep(0, s.__iadd__(5)), "takes texts, image(…), and role blocks"),
         (lambda s: asyncio.sleep(0, s.__iadd__(user("a"))), "begin with a role block"),
         (lambda s: asyncio.sleep(0, user(5)), "write str"),
     ],

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
 from minivllm import SamplingParams
 from minivllm.config import EngineArgs
@@ -18,41 +16,9 @@ from minivllm.errors import ConfigError, ModelError, RequestError
 from minivllm.executor.nodes.messages import settings_of
 from tests.gguf_models import write_gguf
 from tests.multimodal.conftest import core_of, engine
-from tests.multimodal.models import expected, make_tokenizer, picture, prompt, save_llava, text_config
+from tests.multimodal.models import expected, make_tokenizer, picture, prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] + ': ' + message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-"""Knows contents that are texts only."""
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model of text, an eye without a language model, and both as one LLaVA model."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("text", "eye", "both")}
-    text = LlamaForCausalLM(text_config())
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in text.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.15 * noise)
-    text.save_pretrained(folders["text"])
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    tokenizer.save_pretrained(folders["text"])
-    save_llava(folders["both"], "siglip")
-    both = LlavaForConditionalGeneration.from_pretrained(folders["both"], dtype=torch.float32)
-    both.model.language_model.load_state_dict(text.model.state_dict())
-    both.lm_head.load_state_dict(text.lm_head.state_dict())
-    both.save_pretrained(folders["both"])
-    for name in ("config.json", "preprocessor_config.json"):
-        shutil.copy(folders["both"] / name, folders["eye"])
-    for part in ("language_model", "lm_head"):
-        setattr(both if part == "lm_head" else both.model, part, None)
-    both.save_pretrained(folders["eye"])
-    return folders
 
 
 @pytest.fixture

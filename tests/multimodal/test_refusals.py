@@ -61,7 +61,9 @@ def test_beams_and_prompt_logprobs_are_refused(directories: dict[str, Path]) -> 
     with engine(directories["clip"]) as llm:
         with pytest.raises(RequestError, match="A beam search takes no images"):
             llm.beam_search(prompt("<s><image>", picture(0)), BeamSearchParams(beam_width=2, max_tokens=2))
-        with pytest.raises(RequestError, match="prompt_logprobs are not given for prompts with images"):
+        with pytest.raises(
+            RequestError, match="prompt_logprobs of a prompt with images are given after the last image only"
+        ):
             llm.generate(prompt("<s><image>", picture(0)), SamplingParams(prompt_logprobs=1))
 
 

@@ -12,6 +12,8 @@ from minivllm.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.lang import Outcome, Program
+    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.prompt_images import PromptImages
     from minivllm.processing.outputs import RequestOutput
     from minivllm.tokenizer.tokenizer import Tokenizer
 
@@ -48,13 +50,20 @@ class Recorder:
         return [self._asked[number] for number in sorted(self._asked)]
 
     async def complete(
-        self, token_ids: list[int], params: SamplingParams, settings: Settings
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        settings: Settings,
+        pictures: Sequence[Picture] = (),
     ) -> RequestOutput:
         number, after = self._num_sent, frozenset(self._asked)
         self._num_sent += 1
-        output = await self._engine.complete(token_ids, params, settings)
+        output = await self._engine.complete(token_ids, params, settings, pictures)
         self._asked[number] = Asked(list(token_ids), params, list(output.outputs[0].token_ids), after)
         return output
+
+    async def read_images(self, images: PromptImages, sources: list[Any]) -> list[Picture]:
+        return await self._engine.read_images(images, sources)
 
 
 def tree_size(asked: Sequence[Asked]) -> int:

@@ -1,12 +1,12 @@
-"""The five programs. ``python -m minivllm.lang.examples`` runs them."""
+"""Six programs. ``python -m minivllm.lang.examples`` runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.lang import State, join, program, system, tool, user
+from minivllm.lang import State, image, join, program, system, tool, user
 
 
 @program
@@ -103,6 +103,18 @@ async def assist(
     return results
 
 
+@program
+async def look(s: State, picture: Any, questions: Sequence[str]) -> list[str]:
+    """Questions about an image, which is encoded once. 1 request for each question.
+
+    picture: an image of PIL, or the bytes of a file; the model must see.
+    """
+    branches = s.fork(len(questions))
+    for branch, question in zip(branches, questions):
+        branch += user(image(picture), question)
+    return await join(branches, lambda branch: branch.gen("answer", max_tokens=20))
+
+
 INPUTS: Mapping[str, tuple[Any, str]] = {
     "answer": (answer, "Why is the sky blue?"),
     "mood": (mood, "You have been a great help, thank you."),
@@ -110,4 +122,4 @@ INPUTS: Mapping[str, tuple[Any, str]] = {
     "order": (order, "Dear shop, please send me three red lamps. I need them tomorrow!"),
     "assist": (assist, "Which day is it in Paris?"),
 }
-"""Name -> program and an argument."""
+"""Name -> program and an argument, for a model of text."""
