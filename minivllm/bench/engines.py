@@ -62,8 +62,8 @@ def model(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="decode:BATCH[:PROMPT_TOKENS], prefill:PROMPT_TOKENS, text:KIND[:TOKENS] (one prompt in "
-            "words, "
+            help="decode:BATCH[:PROMPT_TOKENS][,temperature=NUMBER,top_p=NUMBER,…], prefill:PROMPT_TOKENS, "
+            "text:KIND[:TOKENS] (one prompt in words, "
             f"{', '.join(PROMPTS)}), or a workload of bench throughput. Repeatable."
         ),
     ] = None,

@@ -47,6 +47,27 @@ def test_cases_are_read() -> None:
     assert parse_case("decode:2:300") == SpeedCase(2, 300, 64)
     assert parse_case("prefill:512") == SpeedCase(1, 512, 1)
     assert parse_case("fixed:8:512:64") == WorkloadCase("fixed:8:512:64", at_a_time=64)
+    drawn = parse_case("decode:2:9,temperature=0.7,top_k=20,repetition_penalty=1.1")
+    assert drawn.name == "decode 64, batch 2, prompt 9, temperature 0.7, top_k 20, repetition_penalty 1.1"
+    sampling = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    assert [task.sampling for task in drawn.tasks(50, 0)] == [sampling] * 2
+    prompts = [[task.prompt for task in case.tasks(50, 0)] for case in (drawn, parse_case("decode:2:9"))]
+    assert prompts[0] == prompts[1], "the same prompts as greedily"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("decode:1,top_p=0.9", "needs a temperature above 0"),
+        ("decode:1,temperature=0", "needs a temperature above 0"),
+        ("decode:1,temperature=hot", "must be NAME=NUMBER, with one of temperature, top_p"),
+        ("decode:1,n=2", "must be NAME=NUMBER, with one of temperature, top_p"),
+        ("prefill:8,temperature=1", "are for decode:BATCH"),
+    ],
+)
+def test_parameters_of_sampling_are_checked(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_case(text)
 
 
 @pytest.mark.parametrize("text", ["decode", "decode:0", "decode:a", "decode:1:2:3", "prefill:1:2"])

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from minivllm.bench.reports.figures import Figure, decode_speed, latency_figures, throughput_figures
-from minivllm.bench.sides.drive import Answer, Room, Task
+from minivllm.bench.sides.drive import SAMPLING, Answer, Room, Task
 from minivllm.cli.terminal.typed import read_typed_file
 from minivllm.errors import ConfigError, RequestError
 
@@ -300,19 +300,21 @@ class SpeedCase:
     """Tokens per second of one kind of work.
 
     Decoding while ``batch`` requests decode together, by the times of their tokens; of a single new token,
-    the prefill: prompt tokens up to that token.
+    the prefill: prompt tokens up to that token. sampling: see Task.
     """
 
     batch: int
     prompt_tokens: int = 128
     new_tokens: int = 64
     x: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         if self.new_tokens == 1:
             return f"prefill {self.prompt_tokens}"
-        return f"decode {self.new_tokens}, batch {self.batch}, prompt {self.prompt_tokens}"
+        sampling = "".join(f", {name} {value:g}" for name, value in self.sampling.items())
+        return f"decode {self.new_tokens}, batch {self.batch}, prompt {self.prompt_tokens}{sampling}"
 
     @property
     def room(self) -> Room:
@@ -322,7 +324,8 @@ class SpeedCase:
     def tasks(self, vocab_size: int, repetition: int) -> list[Task]:
         new_tokens = self.new_tokens if repetition >= 0 else min(self.new_tokens, WARM_UP_TOKENS)
         text = f"fixed:{self.batch}:{self.prompt_tokens}:{new_tokens}"
-        return make_workload(text, vocab_size, repetition=repetition)
+        tasks = make_workload(text, vocab_size, repetition=repetition)
+        return [replace(task, sampling=dict(self.sampling)) for task in tasks]
 
     def figures(self, tasks: Sequence[Task], answer: Answer) -> list[Figure]:
         if any(len(record.token_ids) < self.new_tokens for record in answer.records):
@@ -364,9 +367,10 @@ class WorkloadCase:
 
 
 def parse_case(text: str) -> Case:
-    """ "decode:16", "decode:16:300" (prompt tokens), "prefill:512", or a workload.
-    Raises ConfigError for others."""
-    kind, *sizes = text.split(":")
+    """ "decode:16", "decode:16:300" (prompt tokens), "decode:16,temperature=0.7,top_p=0.9", "prefill:512", or
+    a workload. Raises ConfigError for others."""
+    form, *given = text.split(",")
+    kind, *sizes = form.split(":")
     if kind not in ("decode", "prefill"):
         return WorkloadCase(text, at_a_time=64)
     numbers = [int(size) for size in sizes if size.isdigit()]
@@ -376,4 +380,27 @@ def parse_case(text: str) -> Case:
         or len(numbers) not in ((1, 2) if kind == "decode" else (1,))
     ):
         raise ConfigError(f"The case {text!r} must be decode:BATCH[:PROMPT_TOKENS] or prefill:PROMPT_TOKENS.")
-    return SpeedCase(*numbers) if kind == "decode" else SpeedCase(1, numbers[0], 1)
+    if kind == "decode":
+        case = SpeedCase(numbers[0], numbers[1]) if len(numbers) > 1 else SpeedCase(numbers[0])
+        return replace(case, sampling=_sampling(text, given))
+    if given:
+        raise ConfigError(f"The case {text!r} draws one token: parameters of sampling are for decode:BATCH.")
+    return SpeedCase(1, numbers[0], 1)
+
+
+def _sampling(text: str, given: Sequence[str]) -> dict[str, float]:
+    """Of entries NAME=NUMBER; top_k as an integer. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for entry in given:
+        name, _, value = entry.partition("=")
+        try:
+            found[name] = int(value) if name == "top_k" else float(value)
+        except ValueError:
+            name = ""
+        if name not in SAMPLING:
+            raise ConfigError(
+                f"{entry!r} in the case {text!r} must be NAME=NUMBER, with one of {', '.join(SAMPLING)}."
+            )
+    if found and found.get("temperature", 0.0) <= 0.0:
+        raise ConfigError(f"The case {text!r} needs a temperature above 0 beside its other parameters.")
+    return found

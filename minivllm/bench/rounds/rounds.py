@@ -15,7 +15,7 @@ import typer
 
 from minivllm.bench.reports.figures import Figure, median, resource_figures
 from minivllm.bench.reports.report import TOLERANCE, Comparison, Measurement, compared
-from minivllm.bench.requests.workloads import Case
+from minivllm.bench.requests.workloads import Case, SpeedCase
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
@@ -167,7 +167,9 @@ def measure_in_turn(
             if "own_way" in facts[name]:
                 calibration, note = _calibrated(turns[name], facts[name]["own_way"])
                 outcome.notes.append(f"{name}, {case.name}: {note}")
-            same = agreement(answered[names[0]], answered[name])
+            # Engines draw differently.
+            is_drawn = isinstance(case, SpeedCase) and bool(case.sampling)
+            same = None if is_drawn else agreement(answered[names[0]], answered[name])
             outcome.comparisons.extend(compared(own[names[0]], own[name], same, calibration))
     return outcome
 
@@ -231,10 +233,12 @@ def _run_in_turn(
 
 
 def _is_one_batch(tasks: Sequence[Task], room: Room) -> bool:
-    """Equal requests that all run from the start: what every peer documents a way for."""
+    """Equal greedy requests that all run from the start: what every peer documents a way for."""
     shapes = {(len(task.prompt), task.max_tokens, task.arrival, task.after) for task in tasks}
     return (
-        len(shapes) == 1 and len(tasks) <= room.running and (tasks[0].arrival, tasks[0].after) == (0.0, None)
+        len(shapes) == 1
+        and len(tasks) <= room.running
+        and (tasks[0].arrival, tasks[0].after, tasks[0].sampling) == (0.0, None, {})
     )
 
 

@@ -11,11 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters of sampling that all engines have under these names, or under similar ones."""
+
 
 @dataclass(frozen=True)
 class Task:
-    """One request: token ids, and how many tokens to generate greedily (end-of-sequence ids do not stop it).
+    """One request: token ids, and how many tokens to generate (end-of-sequence ids do not stop it).
 
+    sampling: see SAMPLING; empty for greedy.
     arrival: when it is sent, from the start of the run or, with ``after``, from the end of that request
     [seconds]. after: index of the request that must have finished before, for the turns of a conversation.
     """
@@ -24,6 +28,7 @@ class Task:
     max_tokens: int
     arrival: float = 0.0
     after: int | None = None
+    sampling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

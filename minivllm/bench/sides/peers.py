@@ -42,12 +42,14 @@ class Slot:
     """A running request in one of llama.cpp's sequence slots.
 
     known: prompt and generated ids. computed: how many of them are in the cache.
+    sampler: a chain of samplers; None for the likeliest token.
     """
 
     index: int
     slot: int
     known: list[int]
     max_tokens: int
+    sampler: Any = None
     computed: int = 0
     generated: int = 0
 
@@ -104,13 +106,18 @@ class LlamaCppEngine(Peer):
         while self._waiting and self._free_slots:
             index, task = self._waiting.pop(0)
             slot = heapq.heappop(self._free_slots)
-            self._running.append(Slot(index, slot, list(task.prompt), task.max_tokens))
+            sampler = self._sampler(index, task) if task.sampling else None
+            self._running.append(Slot(index, slot, list(task.prompt), task.max_tokens, sampler))
         rows = self._fill_batch()
         self._decode()
         import numpy as np
 
         sampled = []
         for sequence, row in rows:
+            if sequence.sampler is not None:  # it also counts the token among those that are penalised
+                token = self._api.llama_sampler_sample(sequence.sampler, self._context, row)
+                sampled.append((sequence, int(token)))
+                continue
             logits = self._api.llama_get_logits_ith(self._context, row)
             sampled.append((sequence, int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())))
         now = time.perf_counter()
@@ -119,12 +126,33 @@ class LlamaCppEngine(Peer):
             sequence.generated += 1
             finished = sequence.generated == sequence.max_tokens
             if finished:
+                if sequence.sampler is not None:
+                    self._api.llama_sampler_free(sequence.sampler)
                 self._running.remove(sequence)
                 heapq.heappush(self._free_slots, sequence.slot)
                 self._api.llama_memory_seq_rm(
                     self._api.llama_get_memory(self._context), sequence.slot, -1, -1
                 )
             yield Progress(sequence.index, [token], [now], finished)
+
+    def _sampler(self, index: int, task: Task) -> Any:
+        """The chain of llama.cpp's tools: penalties, top-k, top-p, min-p, temperature, a draw."""
+        api, given = self._api, task.sampling
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        repetition = given.get("repetition_penalty", 1.0)
+        if repetition != 1.0:
+            penalties = api.llama_sampler_init_penalties(-1, repetition, 0.0, 0.0)
+            for token in task.prompt:
+                api.llama_sampler_accept(penalties, token)
+            api.llama_sampler_chain_add(chain, penalties)
+        if given.get("top_k", 0) > 0:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_k(int(given["top_k"])))
+        for name, make in (("top_p", api.llama_sampler_init_top_p), ("min_p", api.llama_sampler_init_min_p)):
+            if name in given:
+                api.llama_sampler_chain_add(chain, make(given[name], 1))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(given.get("temperature", 1.0)))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(index))
+        return chain
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
         import numpy as np
@@ -261,7 +289,9 @@ def _config(task: Task) -> Any:
     from openvino_genai import GenerationConfig
 
     config = GenerationConfig()
-    config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, task.max_tokens
+    config.do_sample, config.ignore_eos, config.max_new_tokens = bool(task.sampling), True, task.max_tokens
+    for name, value in task.sampling.items():
+        setattr(config, name, value)
     return config
 
 
@@ -335,7 +365,7 @@ def _params(task: Task, kind: Any, **others: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=0.0,
+        **{"temperature": 0.0, **task.sampling},
         max_tokens=task.max_tokens,
         ignore_eos=True,
         detokenize=False,
@@ -431,8 +461,8 @@ class GenerateEngine(Peer):
                 ids.to(self._model.device),
                 attention_mask=mask.to(self._model.device),
                 max_new_tokens=max(task.max_tokens for task in batch),
-                do_sample=False,
                 pad_token_id=0,
+                **{"do_sample": bool(batch[0].sampling), **batch[0].sampling},
                 **others,
             )
         rows: list[list[int]] = out[:, longest:].tolist()
@@ -456,6 +486,8 @@ class ContinuousBatchingEngine(Peer):
         self._manager.start()
 
     def add(self, index: int, task: Task) -> None:
+        if task.sampling:
+            raise ModelError("transformers' continuous batching is measured greedily: its settings are one.")
         added = self._manager.add_request(
             list(task.prompt),
             request_id=str(index),

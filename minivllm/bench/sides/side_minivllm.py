@@ -93,8 +93,9 @@ class MinivllmEngine:
         self._next_look = 0.0
 
     def add(self, index: int, task: Task) -> None:
+        sampling: dict[str, Any] = {"temperature": 0.0, "seed": index, **task.sampling}
         params = SamplingParams(
-            temperature=0.0,
+            **sampling,
             max_tokens=task.max_tokens,
             ignore_eos=self._structure is None,
             output_kind=OutputKind.DELTA,
