@@ -24,28 +24,21 @@ ms on two cores, runs of 64 took 0.28, of 256 0.18, of 512 0.15."""
 
 
 def apply_penalties(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
+    logits: Tensor, output_counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
     """Lower the logits of tokens that occurred:
     presence and frequency (OpenAI), repetition (Keskar et al. 2019).
 
-    Returns float32 [R, V]; a logit of -inf stays -inf.
+    Returns float32 [N]; a logit of -inf stays -inf.
 
-    logits [R, V] float32; prompt_mask [R, V] bool: token is in the prompt; output_counts [R, V] int32:
-    occurrences among the generated tokens. presence, frequency, repetition [R] float32.
+    logits [N] float32: of the tokens that a row's prompt or output has. output_counts [N] int32: occurrences
+    among the generated tokens. presence, frequency, repetition [N] float32: of each token's row.
 
-    First repetition: logits of tokens in prompt or output are divided by it when positive and multiplied when
-    negative. Then frequency * count and presence (once) are subtracted; these two look at the output only.
+    First repetition: logits are divided by it when positive and multiplied when negative. Then frequency *
+    count and presence (once) are subtracted; these two look at the output only.
     """
-    generated = output_counts > 0
-    factor = torch.where(prompt_mask | generated, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - frequency[:, None] * output_counts - presence[:, None] * generated
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return logits - frequency * output_counts - presence * (output_counts > 0)
 
 
 def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:

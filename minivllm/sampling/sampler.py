@@ -11,7 +11,7 @@ neighbours, and rows that need nothing cost an argmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,8 +66,9 @@ class Sampler:
         self._state = state
         self._masks = tuple(masks)
         self._likeliest: Callable[[Tensor], Tensor] = likeliest
-        self._draws: Sequence[Callable[..., Any]] = ()  # without and with truncation, where they are compiled
-        self._draws_among_likeliest = False
+        # Without and with truncation, where they are compiled.
+        self._draws: Sequence[Callable[..., Any]] = ()  # of all rows at once, on a GPU
+        self._draws_of_kinds: Sequence[Callable[..., Any]] = ()  # of float32 rows of one kind, on a CPU
         self._drawn_dtype = torch.float32
 
     @property
@@ -77,8 +78,7 @@ class Sampler:
 
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
         """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing edits or
-        masks any row, which asks the device for nothing; on a CPU to draw the rows that nothing edits, and to
-        find the likeliest tokens.
+        masks any row, which asks the device for nothing; on a CPU to draw, and to find the likeliest tokens.
 
         These take six operators and a draw some thirty, and after a model's weights have gone through the
         CPU's cache each takes as long as if it were called for the first time: the six 0.2 ms of a step of 13
@@ -91,10 +91,12 @@ class Sampler:
         if device.type != "cpu":
             self._draws = _compiled_draws(compiler, spec) if compiler.enabled else ()
             return
-        self._draws = (
-            _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.rows.fewest == 1 else ()
-        )
-        self._draws_among_likeliest = bool(self._draws)
+        if compiler.enabled and compiler.rows.fewest == 1:
+            # Of edited rows too, which are float32 whatever the model's dtype.
+            spec_of_rows = TensorSpec((rows, vocab_size), torch.float32, device)
+            self._draws_of_kinds = _compiled_draws_on_cpu(compiler, spec_of_rows)
+        else:
+            self._draws_of_kinds = ()
         if not has_runs(vocab_size):
             return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
@@ -125,11 +127,10 @@ class Sampler:
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         is_declared = logits.dtype == self._drawn_dtype and logits.is_contiguous()
-        if self._draws and is_declared and is_random.any():
-            draw_all = self._draw_by_kind if self._draws_among_likeliest else self._draw_together
-            if self._draws_among_likeliest or not np.any(self._masked_and_edited(slots, is_random)):
-                token_ids = draw_all(logits, slots, positions, is_random)
-                return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+        is_drawn = bool(self._draws) and is_declared and bool(is_random.any())
+        if is_drawn and not self._changes_rows(slots, is_random):
+            token_ids = self._draw_together(logits, slots, positions, is_random)
+            return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing:
         # where there is no more to do, logits need not become wider.
@@ -151,16 +152,11 @@ class Sampler:
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
 
-    def _masked_and_edited(self, slots: np.ndarray, is_random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """slots [R] int, is_random [R] bool -> bool [R] each: rows that a mask, or a stage, would change."""
-
-        def touched(stages: Iterable[LogitsStage | TokenMaskStage]) -> np.ndarray:
-            return np.logical_or.reduce(
-                [np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)]
-            )
-
-        return touched(self._loaded_masks), touched(self._state.edits) | (
-            touched(self._state.draw_edits) & is_random
+    def _changes_rows(self, slots: np.ndarray, is_random: np.ndarray) -> bool:
+        """slots [R] int, is_random [R] bool: whether a mask, or a stage, would change any row."""
+        stages: list[LogitsStage | TokenMaskStage] = [*self._loaded_masks, *self._state.edits]
+        return any(stage.touches(slots).any() for stage in stages) or any(
+            (stage.touches(slots) & is_random).any() for stage in self._state.draw_edits
         )
 
     def _draw_together(
@@ -172,55 +168,6 @@ class Sampler:
         if is_truncated:
             columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
         token_ids: Tensor = self._draws[is_truncated](logits, *columns)
-        return token_ids
-
-    def _draw_by_kind(
-        self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
-    ) -> Tensor:
-        """Each row by no more than it needs, on a CPU. Returns token ids [R] int64.
-
-        Masks need no wider numbers than those of the logits, edits do:
-        only edited rows miss the compiled code.
-        """
-        token_ids = torch.empty(len(slots), dtype=torch.int64)
-        is_masked, is_edited = self._masked_and_edited(slots, is_random)
-        draw_free, draw_cut = self._draws
-        if (is_masked & ~is_edited).any():
-            own_logits = logits.clone()
-            for mask in self._loaded_masks:
-                mask.apply(own_logits, slots, np.asarray(positions))
-        else:
-            own_logits = logits
-        is_truncated = self._is_truncated(slots) & is_random
-        kinds = {
-            "edited": is_edited,
-            "greedy": ~is_random & ~is_edited,
-            "free": is_random & ~is_truncated & ~is_edited,
-            "truncated": is_truncated & ~is_edited,
-        }
-        for kind, of_kind in kinds.items():
-            rows = np.flatnonzero(of_kind)
-            if len(rows) == 0:
-                continue
-            places = _select(positions, of_kind)
-            if kind == "edited":
-                token_ids[rows] = self._process(logits[rows].float(), slots[rows], places, is_random[rows])
-                continue
-            own = own_logits if len(rows) == len(slots) else own_logits[rows]
-            if kind == "greedy":
-                token_ids[rows] = self._likeliest(own)
-                continue
-            index, *columns = self._of_rows(slots[rows], places, logits.device)
-            if kind == "free":
-                token_ids[rows] = draw_free(own, *columns)
-                continue
-            found, exact = draw_cut(
-                own, *columns, self._state.top_k.device[index], self._state.top_p.device[index]
-            )
-            if not exact.all():
-                rest = ~exact.numpy()
-                found[~exact] = self._draw_rows(own[~exact].float(), slots[rows[rest]], _select(places, rest))
-            token_ids[rows] = found
         return token_ids
 
     def _is_truncated(self, slots: np.ndarray) -> np.ndarray:
@@ -291,6 +238,8 @@ class Sampler:
     def _draw_rows(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
         """Draw from logits [R, V] float32 of rows with a temperature. Returns token ids [R] int64."""
         state, device = self._state, logits.device
+        if self._draws_of_kinds and not any(stage.touches(slots).any() for stage in state.draw_edits):
+            return self._draw_compiled(logits, slots, positions)
         _, temperature, min_p, seeds, positions = self._of_rows(slots, positions, device)
         scaled = scale_by_temperature(logits, temperature)
         for stage in state.draw_edits:
@@ -310,16 +259,48 @@ class Sampler:
         token_ids[cut] = self._draw_truncated(scaled[cut], slots[is_truncated], seeds[cut], positions[cut])
         return token_ids
 
-    def _draw_truncated(self, scaled: Tensor, slots: np.ndarray, seeds: Tensor, positions: Tensor) -> Tensor:
+    def _draw_compiled(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
+        """``_draw_rows`` by compiled code; truncated rows that need more candidates go on uncompiled."""
+        state, draw_free, draw_cut = self._state, *self._draws_of_kinds
+        is_truncated = self._is_truncated(slots)
+        token_ids = torch.empty(len(slots), dtype=torch.int64)
+        for of_kind in (~is_truncated, is_truncated):
+            rows = np.flatnonzero(of_kind)
+            if len(rows) == 0:
+                continue
+            own = logits if len(rows) == len(slots) else logits[rows]
+            index, *columns = self._of_rows(slots[rows], _select(positions, of_kind), logits.device)
+            if not is_truncated[rows[0]]:
+                token_ids[rows] = draw_free(own, *columns)
+                continue
+            found, exact = draw_cut(own, *columns, state.top_k.device[index], state.top_p.device[index])
+            if not exact.all():
+                temperature, _, seeds, lengths = (column[~exact] for column in columns)
+                scaled = scale_by_temperature(own[~exact], temperature)
+                found[~exact] = self._draw_truncated(
+                    scaled, slots[rows[~exact.numpy()]], seeds, lengths, _NUM_CANDIDATES[1:]
+                )
+            token_ids[rows] = found
+        return token_ids
+
+    def _draw_truncated(
+        self,
+        scaled: Tensor,
+        slots: np.ndarray,
+        seeds: Tensor,
+        positions: Tensor,
+        counts: Sequence[int] = _NUM_CANDIDATES,
+    ) -> Tensor:
         """Draw where top-k or top-p applies: mostly among a few candidates;
         more are sorted only for rows in need.
 
-        scaled [R, V] of the rows' slots [R]; seeds, positions [R] int64. Returns token ids [R] int64.
+        scaled [R, V] of the rows' slots [R]; seeds, positions [R] int64; counts: of candidates, in turn.
+        Returns token ids [R] int64.
         """
         state = self._state
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=scaled.device)
         rows = np.arange(len(slots))
-        for num_candidates in (*_NUM_CANDIDATES, state.vocab_size):
+        for num_candidates in (*counts, state.vocab_size):
             row_index, slot_index = to_device(rows, scaled.device), to_device(slots[rows], scaled.device)
             wide = scaled if len(rows) == len(slots) else scaled[row_index]
             has_top_p = bool((state.top_p.host[slots[rows]] < 1.0).any())

@@ -166,11 +166,40 @@ class TokenConstraints:
             logits[rows, tokens] += to_device(np.array(biases, dtype=np.float32), logits.device)
 
 
+class _Occurring:
+    """The tokens of a prompt and its output, each once.
+
+    count: of different tokens. token_ids int64, output_counts int32 [count and more]: how often each was
+    generated.
+    """
+
+    def __init__(self, prompt: list[int], output: list[int], device: torch.device) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys((*prompt, *output)))}
+        self.count = len(self._places)
+        room = max(2 * self.count, 64)
+        token_ids, counts = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.int32)
+        token_ids[: self.count] = list(self._places)
+        np.add.at(counts, np.array([self._places[token] for token in output], dtype=np.int64), 1)
+        self.token_ids = to_device(token_ids, device)
+        self.output_counts = to_device(counts, device)
+
+    def append(self, token_id: int) -> None:
+        """Count a generated token."""
+        place = self._places.setdefault(token_id, self.count)
+        if place == self.count:
+            self.count += 1
+            if place == len(self.token_ids):
+                self.token_ids = torch.cat([self.token_ids, torch.zeros_like(self.token_ids)])
+                self.output_counts = torch.cat([self.output_counts, torch.zeros_like(self.output_counts)])
+            self.token_ids[place].fill_(token_id)
+        self.output_counts[place] += 1
+
+
 class Penalties:
     """presence, frequency and repetition penalties. Implements LogitsStage.
 
-    Two tensors [V] exist for each slot that uses any of them:
-    which tokens the prompt has, and how often each was generated.
+    Each slot that uses any of them lists the tokens of its prompt and its output, each once, and how often
+    each was generated: a row has far fewer of them than the vocabulary.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -180,8 +209,7 @@ class Penalties:
         self.frequency = SlotColumn(num_slots, np.float32, device)
         self.repetition = SlotColumn(num_slots, np.float32, device)
         self._is_active = np.zeros(num_slots, dtype=np.bool_)
-        self._prompt_mask: dict[int, Tensor] = {}
-        self._output_counts: dict[int, Tensor] = {}
+        self._occurring: dict[int, _Occurring] = {}
 
     def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """Count the tokens of a request that enters with these outputs;
@@ -194,22 +222,17 @@ class Penalties:
         self.presence[slot], self.frequency[slot], self.repetition[slot] = penalties
         prompt = _within(request.prompt_token_ids, self._vocab_size)
         output = _within(output_token_ids, self._vocab_size)
-        prompt_mask = np.zeros(self._vocab_size, dtype=np.bool_)
-        prompt_mask[prompt] = True
-        counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
-        self._prompt_mask[slot] = to_device(prompt_mask, self._device)
-        self._output_counts[slot] = to_device(counts, self._device)
+        self._occurring[slot] = _Occurring(prompt, output, self._device)
 
     def remove(self, slot: int) -> None:
         """Free the slot's memory."""
         self._is_active[slot] = False
-        self._prompt_mask.pop(slot, None)
-        self._output_counts.pop(slot, None)
+        self._occurring.pop(slot, None)
 
     def append(self, slot: int, token_id: int) -> None:
         """Count a generated token."""
         if self._is_active[slot] and 0 <= token_id < self._vocab_size:
-            self._output_counts[slot][token_id] += 1
+            self._occurring[slot].append(token_id)
 
     def touches(self, slots: np.ndarray) -> np.ndarray:
         return self._is_active[slots]
@@ -218,12 +241,14 @@ class Penalties:
         rows = np.flatnonzero(self._is_active[slots])
         if len(rows) == 0:
             return
-        penalised = slots[rows].tolist()
-        row_index, slot_index = to_device(np.stack([rows, penalised]), logits.device)
-        logits[row_index] = apply_penalties(
-            logits[row_index],
-            torch.stack([self._prompt_mask[slot] for slot in penalised]),
-            torch.stack([self._output_counts[slot] for slot in penalised]),
+        occurring = [self._occurring[slot] for slot in slots[rows].tolist()]
+        counts = [one.count for one in occurring]
+        places = np.stack([np.repeat(rows, counts), np.repeat(slots[rows], counts)])
+        row_index, slot_index = to_device(places, logits.device)
+        token_ids = torch.cat([one.token_ids[: one.count] for one in occurring])
+        logits[row_index, token_ids] = apply_penalties(
+            logits[row_index, token_ids],
+            torch.cat([one.output_counts[: one.count] for one in occurring]),
             self.presence.device[slot_index],
             self.frequency.device[slot_index],
             self.repetition.device[slot_index],

@@ -68,9 +68,14 @@ def test_bench_draw_from_candidates(benchmark, logits, seeds, num_candidates, to
 
 
 def test_bench_penalties(benchmark, logits):
-    counts = torch.zeros(ROWS, VOCAB_SIZE, dtype=torch.int32)
-    one = torch.ones(ROWS)
-    benchmark(apply_penalties, logits, counts > 0, counts, one, one, one)
+    """Of 2,000 tokens that each row has."""
+    rows, tokens = torch.arange(ROWS).repeat_interleave(2000), torch.randint(VOCAB_SIZE, (ROWS * 2000,))
+    one = torch.ones(len(rows))
+
+    def penalise():
+        logits[rows, tokens] = apply_penalties(logits[rows, tokens], one.int(), one, one, one)
+
+    benchmark(penalise)
 
 
 def test_bench_token_logprobs(benchmark, logits, seeds):

@@ -228,7 +228,14 @@ def random_penalty_inputs(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("seed", range(5))
 def test_penalties_match_plain_python(seed):
     inputs = random_penalty_inputs(seed)
-    result = apply_penalties(**inputs)
+    occurs = (inputs["output_counts"] > 0) | inputs["prompt_mask"]
+    rows, tokens = occurs.nonzero(as_tuple=True)
+    result = inputs["logits"].clone()
+    result[rows, tokens] = apply_penalties(
+        inputs["logits"][rows, tokens],
+        inputs["output_counts"][rows, tokens],
+        *(inputs[name][rows] for name in ("presence", "frequency", "repetition")),
+    )
     for row in range(4):
         for token in range(23):
             value = float(inputs["logits"][row, token])
@@ -244,11 +251,13 @@ def test_penalties_match_plain_python(seed):
 
 def test_repetition_penalty_matches_transformers():
     inputs = random_penalty_inputs(0)
-    zero = torch.zeros(4)
     ids = torch.randint(0, 23, (4, 6), generator=torch.Generator().manual_seed(1))
-    prompt_mask = torch.zeros(4, 23, dtype=torch.bool).scatter_(1, ids, True)
-    counts = torch.zeros(4, 23, dtype=torch.int32)
-    ours = apply_penalties(inputs["logits"], prompt_mask, counts, zero, zero, torch.full((4,), 1.3))
+    rows, tokens = torch.zeros(4, 23).scatter_(1, ids, 1.0).nonzero(as_tuple=True)
+    zero = torch.zeros(len(rows))
+    ours = inputs["logits"].clone()
+    ours[rows, tokens] = apply_penalties(
+        inputs["logits"][rows, tokens], zero.int(), zero, zero, torch.full((len(rows),), 1.3)
+    )
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(ids, inputs["logits"])
     torch.testing.assert_close(ours, theirs)
 

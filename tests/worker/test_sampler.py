@@ -181,24 +181,25 @@ class EveryThird:
 def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are those that are drawn uncompiled, whatever is beside them; only edited rows, and those that
-    need more candidates, take the way they always took."""
+    """Tokens are those that are drawn uncompiled, whatever is beside them, of edited rows too; only those that
+    need more candidates go on uncompiled."""
     vocab_size, dtype = 3 * 512, torch.bfloat16
     requests = [variety_request(index) for index in (0, 1, 2, 3, 5, 12, 8)]
     requests += [make_request(seed=3, temperature=30.0, top_p=0.99), make_request(seed=4, top_k=1500)]
-    edited, needs_more = 6, [5, 7, 8]  # more than 256 tokens are kept
-    plain, compiled = (Bench(vocab_size, *requests, masks=[EveryThird(0, 1, 3, edited)]) for _ in range(2))
+    needs_more = [5, 7, 8]  # more than 256 tokens are kept
+    requests += [make_request(seed=5, temperature=0.7, top_k=9, repetition_penalty=1.2, prompt=(1, 2, 2))]
+    plain, compiled = (Bench(vocab_size, *requests, masks=[EveryThird(0, 1, 3, 6)]) for _ in range(2))
     compiler = PackagedRegionCompiler(tmp_path)
     compiled.sampler.use_regions(compiler, dtype)
     compiler.build()
     uncompiled: list[int] = []
-    draw_rows = compiled.sampler._draw_rows
+    draw_truncated = compiled.sampler._draw_truncated
 
-    def watched(logits: torch.Tensor, slots: np.ndarray, positions: Any) -> torch.Tensor:
+    def watched(scaled: torch.Tensor, slots: np.ndarray, *given: Any) -> torch.Tensor:
         uncompiled.extend(slots.tolist())
-        return draw_rows(logits, slots, positions)
+        return draw_truncated(scaled, slots, *given)
 
-    monkeypatch.setattr(compiled.sampler, "_draw_rows", watched)
+    monkeypatch.setattr(compiled.sampler, "_draw_truncated", watched)
     choose = np.random.default_rng(0)
     logits = random_logits(len(requests), vocab_size).to(dtype)
     steps = [[row] for row in range(len(requests))]
@@ -211,7 +212,7 @@ def test_draws_that_nothing_edits_are_compiled_on_a_cpu(
                 uncompiled.clear()
                 assert compiled.sample(*args) == plain.sample(*args)
                 if max(rows) > 0:  # otherwise nothing is drawn
-                    assert sorted(uncompiled) == sorted(row for row in rows if row in (edited, *needs_more))
+                    assert sorted(uncompiled) == sorted(row for row in rows if row in needs_more)
         assert compiled.sample(logits[:2].float(), [1, 2]) == plain.sample(logits[:2].float(), [1, 2])
         dead = torch.full((3, vocab_size), -torch.inf, dtype=dtype)
         assert compiled.sample(dead) == plain.sample(dead) == [0, 0, 0]
@@ -517,13 +518,36 @@ def test_logits_of_another_width_are_refused():
         Bench(10, GREEDY_REQUEST).sample(torch.zeros(1, 12))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_count_what_is_generated(seed: int) -> None:
+    """Against counts over the whole vocabulary, for rows of several slots, some of them twice."""
+    vocab_size, generator = 400, np.random.default_rng(seed)
+    prompts = [tuple(generator.integers(0, vocab_size, count).tolist()) for count in (1, 60, 300)]
+    penalty = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
+    bench = Bench(vocab_size, *(make_request(prompt, **penalty) for prompt in prompts), GREEDY_REQUEST)
+    counts = torch.zeros(4, vocab_size)
+    for _ in range(200):
+        tokens = generator.integers(0, vocab_size, 3)
+        bench.state.append([0, 1, 2], tokens)
+        counts[[0, 1, 2], tokens] += 1
+    occurs = counts > 0
+    for row, prompt in enumerate(prompts):
+        occurs[row, list(prompt)] = True
+    slots = np.array([2, 3, 0, 0, 1])
+    logits = random_logits(len(slots), vocab_size, seed)
+    wanted = torch.where(logits > 0, logits / 1.5, logits * 1.5)
+    wanted = torch.where(occurs[slots], wanted, logits) - 0.25 * counts[slots] - 0.5 * (counts[slots] > 0)
+    bench.state.penalties.apply(logits, slots)
+    torch.testing.assert_close(logits, wanted)
+
+
 def test_wide_state_exists_only_for_slots_that_need_it_and_is_freed():
     bench = Bench(50, GREEDY_REQUEST, make_request(top_p=0.5, seed=1), make_request(presence_penalty=1.0))
     penalties, constraints = bench.state.penalties, bench.state.constraints
-    assert list(penalties._output_counts) == list(penalties._prompt_mask) == [2]
+    assert list(penalties._occurring) == [2]
     assert not constraints._of_slot
     bench.state.remove(2)
-    assert not penalties._output_counts and not penalties._prompt_mask
+    assert not penalties._occurring
     bench.state.add(2, make_request(allowed_token_ids=[1], min_tokens=1), [])
     bench.state.add(3, make_request(min_tokens=1), [])
     assert set(constraints._of_slot) == {2, 3}
