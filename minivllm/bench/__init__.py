@@ -2,5 +2,5 @@
 
 Annex: plugs in at COMMANDS.
 May import: bench.accuracy, bench.images, bench.parts, bench.programs, bench.reports, bench.requests,
-bench.rounds, bench.sides, cli.engine, config, server.proxy.
+bench.rounds, bench.shapes, bench.sides, cli.engine, config, server.proxy.
 """

@@ -15,6 +15,7 @@ from minivllm.bench.parts.startup import startup
 from minivllm.bench.programs.command import programs
 from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
+from minivllm.bench.shapes.command import gpu
 from minivllm.cli.engine.grouped_command import GroupedCommand
 
 bench = typer.Typer(rich_markup_mode=None)
@@ -30,6 +31,7 @@ for command in (
     overhead,
     roofline,
     attention,
+    gpu,
     compare,
 ):
     bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
+MOST_DRAWN = 2**22 - 3
+"""Of a random weight: eight billion values take minutes to draw. A prime, so that no two rows are equal."""
 _ROWS_COMPARED = 8192
 """Rows of a head and of embeddings that are compared at a time."""
 # Used in float32, and read as they are stored: rounded scores may choose other experts.
@@ -300,12 +303,14 @@ def _dummy_weights(
 
 def dummy_weight(name: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Random weights that depend on name and seed only, so that no loading order changes them;
-    norms are 1."""
+    norms are 1. More than MOST_DRAWN values repeat the first ones."""
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator).mul_(DUMMY_STD).to(dtype)
+    size = math.prod(shape)
+    drawn = torch.randn(min(size, MOST_DRAWN), generator=generator).mul_(DUMMY_STD).to(dtype)
+    return drawn.repeat(-(-size // MOST_DRAWN))[:size].view(shape)
 
 
 def check_tensors(

@@ -62,7 +62,7 @@ def test_cases_are_read() -> None:
         ("decode:1,temperature=0", "needs a temperature above 0"),
         ("decode:1,temperature=hot", "must be NAME=NUMBER, with one of temperature, top_p"),
         ("decode:1,n=2", "must be NAME=NUMBER, with one of temperature, top_p"),
-        ("prefill:8,temperature=1", "are for decode:BATCH"),
+        ("prefill:8,temperature=1", "takes no parameters of sampling"),
     ],
 )
 def test_parameters_of_sampling_are_checked(text: str, told: str) -> None:
@@ -350,3 +350,32 @@ def test_a_run_that_was_refused_or_ended_early_has_no_speed(tiny_model: Callable
 
     assert speeds("[ab]{3}") == [] and speeds("(") == []
     assert [len(samples) for samples in speeds("[ -~]*~~~~")] == [1]
+
+
+@pytest.mark.slow
+def test_shapes_are_measured_one_after_the_other_and_what_is_done_is_not_repeated(tmp_path: Path) -> None:
+    """On a CPU, with small sizes; a run without time for more is gone on with."""
+    file = tmp_path / "gpu.json"
+    arguments = ["gpu", "--tiny", "--repeats", "1", "--calibrate", "0", "--json", str(file)]
+    arguments += ["--engine", "minivllm,enforce_eager=true,device=cpu"]
+    shapes = ["--shape", "nano-256", "--shape", "qwen3-30b-a3b"]
+    first = bench(*arguments, "--shape", "nano-256")
+    assert first.returncode == 0, first.stderr
+    begun = read_report(file)
+    assert begun.configuration["shapes"] == ["nano-256"]
+    second = bench(*arguments, *shapes)
+    assert second.returncode == 0, second.stderr
+    found = read_report(file)
+    assert found.configuration["shapes"] == ["nano-256", "qwen3-30b-a3b"]
+    assert found.measurements[: len(begun.measurements)] == begun.measurements
+    speeds = [one for one in found.measurements if one.metric == "speed"]
+    assert [one.case for one in speeds] == [
+        f"{shape}: {case}"
+        for shape in ("nano-256", "qwen3-30b-a3b")
+        for case in ("decode 64, batch 2, prompt 8", "prefill 16")
+    ]
+    assert all(sample > 0 for one in speeds for sample in one.samples)
+    other = bench(*arguments, "--dtype", "float32")
+    assert other.returncode == 2 and "results with another dtype" in other.stderr
+    unknown = bench("gpu", "--shape", "gpt-5")
+    assert unknown.returncode == 2 and "there are: nano-256, llama-8b" in unknown.stderr

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import torch  # noqa: E402
 
 from kernels_triton_free.attention import paged_flex_attention  # noqa: E402
+from minivllm.bench.shapes.table import LLAMA_8B, QWEN3_600M  # noqa: E402
 from minivllm.device.policy import DevicePolicy  # noqa: E402
 from tests.gpu.paged_case import decode_lists, make_case, reference  # noqa: E402
 
@@ -43,37 +44,6 @@ PACKAGES = (
 REPEATS = 20
 Save = Callable[[Any], None]
 """Keeps what a step has found so far, in case it is stopped."""
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-QWEN3_600M = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -216,36 +186,14 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
 
 
 @contextmanager
-def cheap_weights() -> Iterator[None]:
-    """Dummy weights meanwhile repeat a million random values:
-    drawing eight billion takes minutes, and no product is faster or slower for it."""
-    from minivllm.checkpoints import checkpoint
-
-    values = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
-    original = checkpoint.dummy_weight
-
-    def repeated(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype)
-        size = torch.Size(shape).numel()
-        return values.to(dtype).repeat(-(-size // len(values)))[:size].view(shape)
-
-    checkpoint.dummy_weight = repeated
-    try:
-        yield
-    finally:
-        checkpoint.dummy_weight = original
-
-
-@contextmanager
-def started(shape: dict[str, Any], device: torch.device, tiny: bool, **arguments: Any) -> Iterator[Any]:
+def started(shape: Mapping[str, Any], device: torch.device, tiny: bool, **arguments: Any) -> Iterator[Any]:
     """An engine on random weights of this shape."""
     from minivllm.config import EngineArgs
     from minivllm.frontend.llm_engine import LLMEngine
 
     torch._dynamo.reset()
-    with tempfile.TemporaryDirectory() as directory, cheap_weights():
-        (Path(directory) / "config.json").write_text(json.dumps(shape | (TINY if tiny else {})))
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps({**shape, **(TINY if tiny else {})}))
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "device": device.type,

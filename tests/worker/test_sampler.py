@@ -165,6 +165,8 @@ GREEDY_REQUEST = make_request(**GREEDY)
 class EveryThird:
     """A mask for some slots that lets a third of the tokens pass, others at every position."""
 
+    is_empty = False
+
     def __init__(self, *slots: int) -> None:
         self.slots = slots
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from minivllm.bench.reports.figures import Figure
 from minivllm.bench.sides.drive import Answer, Room, Task
@@ -126,6 +126,7 @@ class TextCase:
     new_tokens: int
     end_ids: frozenset[int] = frozenset()
     x: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -277,7 +277,7 @@ WARM_UP_TOKENS = 8
 
 
 class Case(Protocol):
-    """x: place on the axis of a sweep. room: what its requests need."""
+    """x: place on the axis of a sweep. room: what its requests need. sampling: see Task."""
 
     @property
     def x(self) -> float | None: ...
@@ -287,6 +287,9 @@ class Case(Protocol):
 
     @property
     def room(self) -> Room: ...
+
+    @property
+    def sampling(self) -> Mapping[str, float]: ...
 
     def tasks(self, vocab_size: int, repetition: int) -> list[Task]:
         """The requests of a repetition, the same for every engine; repetition -1 is the warm-up."""
@@ -313,8 +316,8 @@ class SpeedCase:
     def name(self) -> str:
         if self.new_tokens == 1:
             return f"prefill {self.prompt_tokens}"
-        sampling = "".join(f", {name} {value:g}" for name, value in self.sampling.items())
-        return f"decode {self.new_tokens}, batch {self.batch}, prompt {self.prompt_tokens}{sampling}"
+        decode = f"decode {self.new_tokens}, batch {self.batch}, prompt {self.prompt_tokens}"
+        return decode + _named(self.sampling)
 
     @property
     def room(self) -> Room:
@@ -338,17 +341,19 @@ class SpeedCase:
 @dataclass(frozen=True)
 class WorkloadCase:
     """A workload from its first arrival to its last token.
-    rate: Poisson arrivals per second in place of its own."""
+    rate: Poisson arrivals per second in place of its own. sampling: see Task."""
 
     text: str
     at_a_time: int
     seed: int = 0
     rate: float | None = None
     x: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return self.text if self.rate is None else f"{self.text} at {self.rate:g}/s"
+        name = self.text if self.rate is None else f"{self.text} at {self.rate:g}/s"
+        return name + _named(self.sampling)
 
     @property
     def room(self) -> Room:
@@ -360,6 +365,7 @@ class WorkloadCase:
 
     def tasks(self, vocab_size: int, repetition: int) -> list[Task]:
         tasks = make_workload(self.text, vocab_size, self.seed, repetition)
+        tasks = [replace(task, sampling=dict(self.sampling)) for task in tasks]
         return tasks if self.rate is None else arrive(tasks, f"poisson:{self.rate}", self.seed)
 
     def figures(self, tasks: Sequence[Task], answer: Answer) -> list[Figure]:
@@ -372,7 +378,7 @@ def parse_case(text: str) -> Case:
     form, *given = text.split(",")
     kind, *sizes = form.split(":")
     if kind not in ("decode", "prefill"):
-        return WorkloadCase(text, at_a_time=64)
+        return WorkloadCase(form, at_a_time=64, sampling=_sampling(text, given))
     numbers = [int(size) for size in sizes if size.isdigit()]
     if (
         len(numbers) < len(sizes)
@@ -384,8 +390,12 @@ def parse_case(text: str) -> Case:
         case = SpeedCase(numbers[0], numbers[1]) if len(numbers) > 1 else SpeedCase(numbers[0])
         return replace(case, sampling=_sampling(text, given))
     if given:
-        raise ConfigError(f"The case {text!r} draws one token: parameters of sampling are for decode:BATCH.")
+        raise ConfigError(f"The case {text!r} draws one token: it takes no parameters of sampling.")
     return SpeedCase(1, numbers[0], 1)
+
+
+def _named(sampling: Mapping[str, float]) -> str:
+    return "".join(f", {name} {value:g}" for name, value in sampling.items())
 
 
 def _sampling(text: str, given: Sequence[str]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import typer
 
 from minivllm.bench.reports.figures import Figure, median, resource_figures
 from minivllm.bench.reports.report import TOLERANCE, Comparison, Measurement, compared
-from minivllm.bench.requests.workloads import Case, SpeedCase
+from minivllm.bench.requests.workloads import Case
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
@@ -168,8 +168,7 @@ def measure_in_turn(
                 calibration, note = _calibrated(turns[name], facts[name]["own_way"])
                 outcome.notes.append(f"{name}, {case.name}: {note}")
             # Engines draw differently.
-            is_drawn = isinstance(case, SpeedCase) and bool(case.sampling)
-            same = None if is_drawn else agreement(answered[names[0]], answered[name])
+            same = None if case.sampling else agreement(answered[names[0]], answered[name])
             outcome.comparisons.extend(compared(own[names[0]], own[name], same, calibration))
     return outcome
 
