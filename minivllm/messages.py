@@ -300,6 +300,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     for. prompt_logprobs: positions finished in this step, only where asked for. pooled: vectors of requests
     with PoolingParams whose last token was computed, which sample none.
     draft_token_ids: guesses of what follows the sampled tokens.
+    expected_attention_seconds, measured_attention_seconds: of all layers of this worker; 0 where nothing is
+    expected, see ``minivllm.attention.costs``.
     """
 
     sampled_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
@@ -307,6 +309,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
     pooled: dict[str, list[float]] = msgspec.field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    expected_attention_seconds: float = 0.0
+    measured_attention_seconds: float = 0.0
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,7 +347,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted
     tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
     verifications kept their first, second, … drafted token. kv_transfer: of each tier. worker_resident_bytes:
-    memory of the process that each worker lives in, by rank.
+    memory of the process that each worker lives in, by rank. expected_attention_seconds,
+    measured_attention_seconds: of all steps for which a worker could tell both, by the last stage's first
+    worker.
     """
 
     num_running: int = 0
@@ -362,6 +368,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)
     kv_transfer: list[KVTransferStats] = []
     worker_resident_bytes: list[int] = []
+    expected_attention_seconds: float = 0.0
+    measured_attention_seconds: float = 0.0
 
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.interface, attention.lists, compilation, device, kernels_triton_free,
+May import: attention.costs, attention.interface, attention.lists, compilation, device, kernels_triton_free,
 kernels_triton_free.strips, plugins, specs.
 Door: `FlexAttention` in flex.py; what a backend is stands in interface/.
 """
@@ -10,6 +10,7 @@ from minivllm.attention.interface.backend import (
     AttentionBackend,
     AttentionContext,
     BlockTables,
+    MeasuredBackend,
     StepRows,
 )
 from minivllm.attention.interface.rule import AttentionRule
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionRule",
     "BlockTables",
     "FlexAttention",
+    "MeasuredBackend",
     "Run",
     "SdpaAttention",
     "StepRows",

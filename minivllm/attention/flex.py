@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.attention.costs.choice import Choice
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.interface.backend import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.interface.rule import CAUSAL, AttentionRule
@@ -17,7 +17,7 @@ from minivllm.attention.pairs import RowPairs
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import QueryTiles
 from minivllm.errors import ConfigError
-from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
 
 
@@ -86,12 +86,13 @@ class FlexAttention:
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
-        self._tables = context.tables
-        self._pair_cost = policy.pair_cost(dtype)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
         self._several: QueryTiles = make(
             context, rule, "prompt attention", size, capacity, compute_dtype=dtype
         )
+        self._choice: Choice | None = None
+        if isinstance(self._single, RowPairs) and isinstance(self._several, GatheredTiles):
+            self._choice = Choice(self._single, self._several, context)
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of few tokens, then those of prompt chunks."""
@@ -119,19 +120,23 @@ class FlexAttention:
         return FlexMetadata(token, tuple(parts), is_one)
 
     def _takes_pairs(self, rows: StepRows) -> bool:
-        """Whether rows of few tokens attend token by token. Tiles that read a prefix once for many rows may
-        take less."""
-        pairs, tiles, end = self._single, self._several, rows.num_single + rows.num_few
-        if not isinstance(pairs, RowPairs) or not isinstance(tiles, GatheredTiles):
+        """Whether rows of few tokens attend token by token."""
+        if self._choice is None or not isinstance(self._single, RowPairs):
             return False
-        few = rows.cut(rows.num_single, end)
-        if not pairs.has_room(rows.cut(0, end)):
-            return False
-        first_blocks = self._tables.block_table.host[few.slots, 0]
-        if not tiles.mixes_rows or len(np.unique(first_blocks)) == len(first_blocks):
-            return True
-        products = int((few.counts * (few.starts + few.counts)).sum())
-        return self._pair_cost * products < tiles.num_products(few)
+        has_room = self._single.has_room(rows.cut(0, rows.num_single + rows.num_few))
+        return has_room and self._choice.pairs_cost_less(rows)
+
+    def calibrate(self) -> None:
+        """Measure what both ways to attend to few tokens cost, if there is a choice. Everything must be
+        compiled."""
+        if self._choice is not None:
+            self._choice.calibrate()
+
+    def expected_seconds(self, metadata: FlexMetadata) -> Mapping[Reach, float]:
+        """What a layer of each reach should take in this step; empty if no costs were measured."""
+        if self._choice is None:
+            return {}
+        return self._choice.expected_seconds([(part.kind, part.tiles) for part in metadata.parts])
 
     def attend(
         self,

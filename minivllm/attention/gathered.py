@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import attend_to_copies
-from minivllm.attention.interface.backend import StepRows
-from minivllm.attention.lists.bounds import HostBounds
+from minivllm.attention.costs.model import Work
+from minivllm.attention.interface.backend import BlockTables, StepRows
+from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.key_groups import MIN_GROUPS, KeyGroups, bundles_of, groups_of_step
-from minivllm.attention.lists.tile_lists import CutTiles, cut_tiles
-from minivllm.attention.tiles import QueryTiles, Seen, Tiles, TilesRead, edges_of
+from minivllm.attention.lists.tile_lists import CutTiles, blocks_read, cut_tiles
+from minivllm.attention.tiles import Edges, QueryTiles, Seen, Tiles, TilesRead, edges_of
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.device.buffers import to_device
-from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
 
 
@@ -29,6 +31,11 @@ class GatheredTiles(QueryTiles):
     def _blocks_together(self) -> int:
         dtype = self._compute_dtype or self._context.query_dtype
         return max(1, self._context.policy.keys_together(dtype) // self._context.tables.block_size)
+
+    @property
+    def _keys(self) -> int:
+        """Of a group of blocks."""
+        return self._blocks_together * self._context.tables.block_size
 
     def _kernel(self) -> Callable:
         return attend_to_copies
@@ -84,7 +91,7 @@ class GatheredTiles(QueryTiles):
         self, rows: StepRows, cut: CutTiles, seen: Seen, count: int, groups: KeyGroups | None
     ) -> TilesRead:
         assert groups is not None
-        device, keys = self._context.device, self._blocks_together * self._context.tables.block_size
+        device, keys = self._context.device, self._keys
         row, edges, shift = cut.row[:, 0].copy(), edges_of(cut, seen), groups.shift[cut.row]
         table, step_blocks = groups.group_of, to_device(groups.blocks, device)
         width = len(groups.blocks)
@@ -103,27 +110,57 @@ class GatheredTiles(QueryTiles):
         first_own = np.where(is_mixed[:, None], groups.own[cut.row] * keys - shift, 0)
         bounds = {reach: HostBounds(high - shift, first_own) for reach, (high, _) in seen.items()}
         if is_mixed.any():
-            # A tile of several rows reads what one row would that had all of their groups.
-            mixed = np.flatnonzero(is_mixed)
-            row[mixed] = len(table) + np.arange(len(mixed))
-            table, ends = groups.joined([list(dict.fromkeys(cut.row[tile].tolist())) for tile in mixed])
-            for first, last in edges.values():
-                first.high[mixed] = groups.own[cut.row[mixed, 0]] * keys - 1
-                last.high[mixed] = ends * keys - 1
+            table, row = self._joined(cut, groups, edges)
         return TilesRead(self._lists(table, row, edges, count, width, keys), bounds, None, step_blocks)
 
-    def num_products(self, rows: StepRows) -> int:
-        """Queries times keys that tiles of these rows would multiply, padding included."""
-        groups = self._copied(rows)
-        bundles = self._bundles(groups, rows.counts)
-        cut = cut_tiles(rows.starts, rows.counts, self.size, 1, bundles)
-        keys = self._blocks_together * self._context.tables.block_size
-        # A tile reads the groups that its rows share once, and those that each has to itself.
-        is_first = np.concatenate(
-            [np.ones((len(cut.row), 1), dtype=bool), cut.row[:, 1:] != cut.row[:, :-1]], 1
+    def _joined(self, cut: CutTiles, groups: KeyGroups, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
+        """``groups.group_of`` with a further row for each tile of several rows, which reads what one row
+        would that had all of their groups; and the row of each tile. Changes the edges of these tiles."""
+        row, keys = cut.row[:, 0].copy(), self._keys
+        mixed = np.flatnonzero((cut.row != row[:, None]).any(1))
+        row[mixed] = len(groups.group_of) + np.arange(len(mixed))
+        table, ends = groups.joined([list(dict.fromkeys(cut.row[tile].tolist())) for tile in mixed])
+        for first, last in edges.values():
+            first.high[mixed] = groups.own[cut.row[mixed, 0]] * keys - 1
+            last.high[mixed] = ends * keys - 1
+        return table, row
+
+    def over(self, tables: BlockTables) -> GatheredTiles:
+        """The same code for requests with other block tables."""
+        own = replace(self._context, tables=tables), self._rule, self._kind, self.size, self._capacity
+        return GatheredTiles(*own, compute_dtype=self._compute_dtype)
+
+    def expected_work(self, rows: StepRows) -> dict[Reach, Work]:
+        """What a layer of each reach would do with these rows."""
+        first_blocks = self._context.tables.block_table.host[rows.slots, 0]
+        shares = self.mixes_rows and len(np.unique(first_blocks)) < len(first_blocks)
+        groups = self._copied(rows) if shares else None
+        cut = cut_tiles(rows.starts, rows.counts, self.size, 1, self._bundles(groups, rows.counts))
+        edges = edges_of(
+            cut, {reach: bounds_of(cut.position, self._read_reach(reach)) for reach in self._context.reaches}
         )
-        of_each = np.where(is_first & cut.is_query, (groups.end - groups.own)[cut.row], 0).sum()
-        return self.size * keys * int(groups.own[cut.row[:, 0]].sum() + of_each)
+        if groups is not None and (cut.row != cut.row[:, :1]).any():
+            self._joined(cut, groups, edges)
+        work = {}
+        for reach, (first, last) in edges.items():
+            begin, _, _, end, _ = blocks_read(first, last, self._keys, tells_full=False)
+            copied = int((end - begin).sum()) if groups is None else len(groups.blocks)
+            work[reach] = self._work(copied, int((end - begin).sum()))
+        return work
+
+    def work(self, prepared: Tiles) -> dict[Reach, Work]:
+        """What a layer of each reach does in a step. Waits for the device."""
+        assert prepared.step_blocks is not None
+        copied, listed = len(prepared.step_blocks), {}
+        for reach, lists in prepared.lists.items():
+            counts = [count for count in (lists.partial_count, lists.full_count) if count is not None]
+            listed[reach] = sum(int(count.sum()) for count in counts)
+        return {reach: self._work(copied, number) for reach, number in listed.items()}
+
+    def _work(self, copied: int, listed: int) -> Work:
+        """Where so many groups are copied, and tiles read so many of them."""
+        per_token = self._context.cache_spec.bytes_per_token
+        return Work(copied * self._keys * per_token, listed * self._keys * self.size)
 
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None

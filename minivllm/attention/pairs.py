@@ -26,6 +26,7 @@ pairs of a row together in the order of the row: the result is the same, bit for
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ from torch import Tensor
 
 from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from kernels_triton_free.strips.visibility import Bounds
-from minivllm.attention.interface.backend import AttentionContext, StepRows
+from minivllm.attention.costs.model import Work
+from minivllm.attention.interface.backend import AttentionContext, BlockTables, StepRows
 from minivllm.attention.interface.rule import AttentionRule
 from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.shared_prefixes import Readers, block_by_block, find_shared
@@ -117,11 +119,12 @@ class KeptReaders(NamedTuple):
 
 
 class PairMetadata(NamedTuple):
-    """num_tiles: rows, padding included; a row is what a tile is elsewhere.
-    kernels: for each spec, given what all of its layers read alike."""
+    """num_tiles: rows, padding included; a row is what a tile is elsewhere. kernels: for each spec, given
+    what all of its layers read alike. num_pairs: in layers of each reach."""
 
     num_tiles: int
     kernels: dict[AttentionSpec, Callable]
+    num_pairs: dict[Reach, int]
 
 
 class RowPairs:
@@ -176,6 +179,10 @@ class RowPairs:
             "bounds": Bounds(numbers(rows), numbers(rows) if self._has_low else None),
         }
 
+    def over(self, tables: BlockTables) -> RowPairs:
+        """The same code for requests with other block tables."""
+        return RowPairs(replace(self._context, tables=tables), self._rule)
+
     def prepare(self, rows: StepRows, first_token: int, least: int) -> PairMetadata:
         """Every token of these rows is a row, and token t of the step is row t; at least ``least`` rows."""
         context = self._context
@@ -192,16 +199,39 @@ class RowPairs:
         high = of_rows(positions, -1)
         shared = self.shared_blocks(rows) if self._can_share else None
         read: dict[Reach, tuple[Pairs, Bounds]] = {}
+        num_pairs: dict[Reach, int] = {}
         for reach in context.reaches:
-            # What another rule of visibility shows is not known here.
-            bounds = bounds_of(positions, reach if self._rule.visibility is None else Reach())
+            bounds = self._bounds(positions, reach)
             table, size = context.tables.block_table.host, context.tables.block_size
             listed = list_pairs(table, slots, bounds, size, num_rows, None if reach.is_limited else shared)
+            num_pairs[reach] = len(listed.blocks)
             pairs = Pairs(*(to_device(part, context.device) for part in listed))
             read[reach] = pairs, Bounds(high, of_rows(bounds.low, 0) if self._has_low else None)
-        return PairMetadata(
-            num_rows, {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
-        )
+        kernels = {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
+        return PairMetadata(num_rows, kernels, num_pairs)
+
+    def _bounds(self, positions: np.ndarray, reach: Reach) -> HostBounds:
+        """What tokens at these positions see. What another rule of visibility shows is not known here."""
+        return bounds_of(positions, reach if self._rule.visibility is None else Reach())
+
+    def expected_work(self, rows: StepRows) -> dict[Reach, Work]:
+        """What a layer of each reach does with the tokens of these rows, without padding."""
+        work = {}
+        for reach in self._context.reaches:
+            bounds = self._bounds(rows.positions, reach)
+            begin, _, _, end, _ = blocks_read(
+                bounds, bounds, self._context.tables.block_size, tells_full=False
+            )
+            work[reach] = self._work(int((end - begin).sum()))
+        return work
+
+    def work(self, prepared: PairMetadata) -> dict[Reach, Work]:
+        """What a layer of each reach does in a step."""
+        return {reach: self._work(pairs) for reach, pairs in prepared.num_pairs.items()}
+
+    def _work(self, num_pairs: int) -> Work:
+        keys = num_pairs * self._context.tables.block_size
+        return Work(keys * self._context.cache_spec.bytes_per_token, keys)
 
     def has_room(self, rows: StepRows) -> bool:
         """Whether the pairs of these rows are no more than those of all requests of a step that decode at

@@ -5,6 +5,8 @@ The runner's model is one, and so is every draft model that has a cache of its o
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels_triton_free.strips.layout import can_have_strips
-from minivllm.attention import AttentionBackend, AttentionContext, StepRows
+from minivllm.attention import AttentionBackend, AttentionContext, MeasuredBackend, StepRows
 from minivllm.attention.registry import AttentionFactory, reads_strips
 from minivllm.batch.layer_caches import allocate_caches, allocate_draft_inputs, copy_blocks
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
@@ -54,6 +56,15 @@ class RunnerLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
+@dataclass(slots=True)
+class AttentionSeconds:
+    """Of all layers in a step. expected: 0 where no costs were measured. measured: until calls return, which
+    is all of it where the host computes."""
+
+    expected: float = 0.0
+    measured: float = 0.0
+
+
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
@@ -61,7 +72,7 @@ class PagedModel:
     keeps a state what its update was given of the last drafts of each batch slot, see ``ReplayBuilder``;
     empty for other layers, and without drafts. layers: of each layer, what it keeps and how it attends.
     backends: those that go with the regions in use, one for each KV group and each shape of queries and
-    caches.
+    caches. attention_seconds: of the last step.
     """
 
     def __init__(
@@ -114,6 +125,7 @@ class PagedModel:
         self.draft_inputs: list[tuple[Tensor, ...]] = []
         self.allocate_caches()
         self.rows = RowCounts()
+        self.attention_seconds = AttentionSeconds()
         self._builder = StepInputBuilder(
             batch,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -188,6 +200,17 @@ class PagedModel:
             self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()
         ]
         self._updates = list(updates.values())
+        self._num_alike = Counter(
+            (index, spec.reach)
+            for index, (_, spec) in zip(self._backend_of, self.layers)
+            if isinstance(spec, AttentionSpec)
+        )
+
+    def calibrate(self) -> None:
+        """Let backends measure what they choose by. Everything must be compiled."""
+        for backend in self.backends:
+            if isinstance(backend, MeasuredBackend):
+                backend.calibrate()
 
     def _new_backend(
         self,
@@ -235,7 +258,18 @@ class PagedModel:
         if self._replays:
             drafts = {row.request.slot: len(row.drafts) for row in rows if row.drafts}
             prepare = partial(self._prepare, drafts=drafts)
-        return self._builder.build(rows, max(padded, least), prepare)
+        inputs = self._builder.build(rows, max(padded, least), prepare)
+        self.attention_seconds = AttentionSeconds(self._expected_seconds(inputs))
+        return inputs
+
+    def _expected_seconds(self, inputs: StepInputs) -> float:
+        """Attention of all layers."""
+        total = 0.0
+        for index, backend in enumerate(self.backends):
+            if isinstance(backend, MeasuredBackend):
+                expected = backend.expected_seconds(inputs.attention[index])
+                total += sum(self._num_alike[index, reach] * each for reach, each in expected.items())
+        return total
 
     def _prepare(self, rows: StepRows, drafts: Mapping[int, int] | None = None) -> tuple[Any, ...]:
         """What each backend, and then the update of each kind of state, wants to know of a step.
@@ -262,7 +296,7 @@ class PagedModel:
     def attend(self, inputs: StepInputs) -> Attend:
         """The attention of every layer over this step, or the update of its state."""
         caches, layers, backends, backend_of = self.caches, self.layers, self.backends, self._backend_of
-        draft_inputs = self.draft_inputs
+        draft_inputs, seconds = self.draft_inputs, self.attention_seconds
 
         def attend(layer: int, q: Tensor, weights: AttendWeights = None) -> Tensor:
             index, cache, spec = backend_of[layer], caches[layer], layers[layer][1]
@@ -286,7 +320,10 @@ class PagedModel:
                     raise TypeError(
                         f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}."
                     )
-                return backends[index].attend(metadata, cache, spec, q, weights)
+                started = time.perf_counter()
+                o = backends[index].attend(metadata, cache, spec, q, weights)
+                seconds.measured += time.perf_counter() - started
+                return o
 
         return attend
 

@@ -121,16 +121,12 @@ class DevicePolicy:
         return self.on_cpu and query_group <= MAX_STRIP_GROUP
 
     def pair_tokens(self, max_model_len: int) -> int:
-        """Tokens of the longest prompt chunk that attends token by token, as decoding rows do, where keys and
-        values lie in strips. A tile takes as long however few of its queries are there: after 1,024 tokens of
-        SmolLM2-135M 2 tokens took 0.08 of a tile's time, 8 took 0.24, 16 took 0.44 and 32 took 0.85 in
-        bfloat16, and 0.15, 0.38, 0.75 and 1.44 in float32 (one core with AVX-512)."""
+        """Tokens of the longest prompt chunk that may attend token by token, as decoding rows do, where keys
+        and values lie in strips; the engine measures which way costs less. A tile takes as long however few
+        of its queries are there: after 1,024 tokens of SmolLM2-135M 2 tokens took 0.08 of a tile's time, 8
+        took 0.24, 16 took 0.44 and 32 took 0.85 in bfloat16, and 0.15, 0.38, 0.75 and 1.44 in float32 (one
+        core with AVX-512)."""
         return min(PAIR_TOKENS, max_model_len // 2) if self.on_cpu else 0
-
-    def pair_cost(self, dtype: torch.dtype) -> float:
-        """What a query costs for each key, token by token, as a share of what it costs in a tile of prompt
-        chunks that attends in this dtype: measured as ``pair_tokens`` was."""
-        return 2.0 if self._attends_fast(dtype) else 1.5
 
     @property
     def lists_full_blocks(self) -> bool:

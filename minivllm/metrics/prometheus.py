@@ -238,6 +238,12 @@ COUNTERS = (
     ("num_preemptions", "Requests that lost their blocks and began again.", "num_preemptions"),
     ("engine_steps", "Steps of the engine core.", "num_steps"),
     ("computed_tokens", "Tokens the model computed, prompts and drafts included.", "num_computed_tokens"),
+    (
+        "attention_expected_seconds",
+        "What attention should have taken, by costs measured when the engine started.",
+        "expected_attention_seconds",
+    ),
+    ("attention_seconds", "What it took, in the same steps.", "measured_attention_seconds"),
     ("spec_decode_num_drafts", "Verifications of at least one drafted token.", "num_drafts"),
     ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", "num_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", "num_accepted_tokens"),

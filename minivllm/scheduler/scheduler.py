@@ -103,6 +103,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
+        self._expected_attention_seconds = self._measured_attention_seconds = 0.0
         self._drafting = DraftingStats()
         self._recent_steps: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
 
@@ -221,6 +222,8 @@ class Scheduler:
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.output is not scheduler_output:
             raise RuntimeError("Results must be consumed in the order of their schedules, each once.")
+        self._expected_attention_seconds += model_runner_output.expected_attention_seconds
+        self._measured_attention_seconds += model_runner_output.measured_attention_seconds
         sampled = model_runner_output.sampled_token_ids
         logprobs, pooled = model_runner_output.logprobs, model_runner_output.pooled
         num_scheduled = scheduler_output.num_scheduled_tokens
@@ -309,6 +312,8 @@ class Scheduler:
             num_accepted_tokens=sum(self._drafting.num_accepted_per_position),
             num_accepted_tokens_per_position=list(self._drafting.num_accepted_per_position),
             kv_transfer=self.loads.stats() if self._connector.is_connected else [],
+            expected_attention_seconds=self._expected_attention_seconds,
+            measured_attention_seconds=self._measured_attention_seconds,
         )
 
     def recent_steps(self, after: int) -> list[RecentStep]:

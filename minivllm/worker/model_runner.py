@@ -196,10 +196,15 @@ class ModelRunner:
             inputs = self.paged_model.build(rows, 0 if graph is None else graph.num_tokens)
             if has_images and self._images is not None:
                 inputs = replace(inputs, tokens=inputs.tokens._replace(images=self._images.rows(inputs)))
+        expected = self.paged_model.attention_seconds.expected
+        if expected:
+            with span(f"attention should take {1e6 * expected:.0f} µs"):
+                pass  # for traces to show beside what it takes
         if graph is None or self.graphs is None:
             hidden = StepHidden(self.paged_model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
+        pending.tell_seconds(self.paged_model.attention_seconds)
         if not self._is_last_stage:
             if token_masks is not None:
                 token_masks()  # sent to all

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from minivllm.batch.paged_model import AttentionSeconds
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.messages import ModelRunnerOutput
 from minivllm.sampling.sampling_state import SamplingState
@@ -45,6 +46,12 @@ class PendingStep:
         self._slots = slots
         self._positions = positions
         self._wait = wait
+
+    def tell_seconds(self, attention: AttentionSeconds) -> None:
+        """What attention took, and should have taken, if anything was expected."""
+        if attention.expected:
+            self.output.expected_attention_seconds = attention.expected
+            self.output.measured_attention_seconds = attention.measured
 
     def finish_previous(self) -> None:
         """Wait for the tokens of all steps before this one."""

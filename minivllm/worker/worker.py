@@ -263,6 +263,7 @@ class Worker:
                 run_on_null_block(self.runner, [1])
         if self._images is not None:
             self._images.warm_up()
+        self.runner.paged_model.calibrate()
         compiler.freeze()
         logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 

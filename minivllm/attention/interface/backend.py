@@ -9,10 +9,10 @@ for each KV group, and neither the runner nor the step builder changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -154,3 +154,14 @@ class AttentionBackend(Protocol):
         metadata: of this step. cache: of one layer, and the keys and values of this step are in it already.
         sinks: float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.
         """
+
+
+@runtime_checkable
+class MeasuredBackend(AttentionBackend, Protocol):
+    """A backend that chooses by what its ways to attend cost on this machine."""
+
+    def calibrate(self) -> None:
+        """Measure them, once everything is compiled; until then it assumes something."""
+
+    def expected_seconds(self, metadata: Any) -> Mapping[Reach, float]:
+        """What a layer of each reach should take in a step; empty if no costs were measured."""

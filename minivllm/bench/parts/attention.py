@@ -2,14 +2,15 @@
 
 While they decode, pairs of a row and a block are computed block by block, as the engine does, and row by row,
 as it does where nothing is shared. Where each has a few new tokens of a prompt, these lie in query tiles
-together, as the engine has them, and in tiles for each user. Both ways take turns in one process. No model is
+together, as the engine has them, and in tiles for each user. Both ways take turns in one process. Beside what
+a layer takes stands what it should take, by costs that are measured first, as an engine does that starts. Of
+chunks so short that the engine chooses between pairs and tiles, both are measured and expected. No model is
 needed: keys, values and queries are random numbers.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ import typer
 
 from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionContext, StepRows
+from minivllm.attention.costs.calibration import random_cache, samples_of, tables_of
+from minivllm.attention.costs.model import Costs, fit
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.interface.rule import CAUSAL
 from minivllm.attention.lists.key_groups import KeyGroups
@@ -28,7 +31,6 @@ from minivllm.bench.reports.report import Measurement, OutputOptions, compared, 
 from minivllm.cli.engine.options import with_options
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
-from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
 from minivllm.specs.attention import AttentionSpec
@@ -36,8 +38,11 @@ from minivllm.specs.caches import CacheSpec, LayerCache
 
 BLOCK_SIZE = 64
 CPU = torch.device("cpu")
-SIDES = ("together", "each for itself")
-SAME = "Both ways give the same result, bit for bit."
+SIDES, WAYS = ("together", "each for itself"), ("pairs", "tiles")
+EXPECTED = "expected time of a layer"
+FEW = 2, 4, 8, 16
+"""Tokens of chunks for which an engine chooses between the two ways."""
+SAME = "Together and each for itself give the same result, bit for bit."
 
 
 class RowByRow(RowPairs):
@@ -57,35 +62,9 @@ class TilesOfOneRow(GatheredTiles):
 Kernels = RowPairs | GatheredTiles
 
 
-@dataclass
-class Tables:
-    """The block tables of made-up requests."""
-
-    block_size: int
-    block_table: MirroredTable
-    kv_position: MirroredTable
-    num_entered: int = 0
-
-
-def tables_of(users: int, prefix: int, context: int) -> tuple[Tables, int]:
-    """Block tables of users with so many tokens each, of which the whole blocks of ``prefix`` tokens are the
-    same ones; and the number of blocks. They lie anywhere in the cache, as those of an old server do."""
-    shared, width = prefix // BLOCK_SIZE, -(-context // BLOCK_SIZE)
-    num_blocks = 1 + shared + users * (width - shared)
-    blocks = 1 + np.random.default_rng(0).permutation(num_blocks - 1).astype(np.int32)
-    table = MirroredTable(users, width, CPU)
-    table.host[:, :shared] = blocks[:shared]
-    table.host[:, shared:] = blocks[shared:].reshape(users, -1)
-    return Tables(BLOCK_SIZE, table, MirroredTable(num_blocks, BLOCK_SIZE, CPU)), num_blocks
-
-
 def random_caches(layers: int, num_blocks: int, spec: CacheSpec) -> list[LayerCache]:
     """Keys and values of so many layers."""
-    shapes = spec.block_shapes(BLOCK_SIZE)
-    return [
-        LayerCache(*(torch.randn(num_blocks, *shape).to(spec.dtype) for shape in shapes))
-        for _ in range(layers)
-    ]
+    return [random_cache(spec, num_blocks, BLOCK_SIZE, seed) for seed in range(layers)]
 
 
 @with_options
@@ -117,11 +96,20 @@ def attention(
         raise ConfigError(f"Heads of {head_dim} dimensions are no whole strips: give a multiple of 32.")
     spec = AttentionSpec(None, head_dim**-0.5, query_group)
     compiler, policy = PackagedRegionCompiler(), DevicePolicy.of(CPU)
+    computed = policy.prompt_attention_dtype(cache_dtype)
+    size = policy.query_tile_size(query_group, computed)
+    few = [
+        count
+        for count in FEW
+        if count != question and count <= policy.pair_tokens(prefix + max(suffix, question))
+    ]
     measurements: list[Measurement] = []
+    sides: dict[str, Kernels]
+    costs: Costs | None = None
     for shares, shared in (("shared prefix", prefix), ("nothing shared", 0)):
-        for count in (1, question):
+        for count in (1, question, *few):
             context = prefix + (suffix if count == 1 else count)
-            tables, num_blocks = tables_of(users, shared, context)
+            tables, num_blocks = tables_of(users, shared, context, BLOCK_SIZE, CPU)
             made = AttentionContext(
                 specs=(spec,), kv_heads=kv_heads, query_group=query_group, head_dim=head_dim,
                 dtype=cache_dtype, query_dtype=cache_dtype, cache_dtype=cache_dtype, tables=tables,
@@ -129,59 +117,60 @@ def attention(
                 few_tokens=0, compile_region=compiler, compiles=True, policy=policy, device=CPU,
                 in_strips=True,
             )  # fmt: skip
-            sides: tuple[Kernels, Kernels]
-            if count == 1:
-                sides = RowPairs(made, CAUSAL), RowByRow(made, CAUSAL)
-            else:
-                computed = policy.prompt_attention_dtype(cache_dtype)
-                size = policy.query_tile_size(query_group, computed)
-                capacity = max(policy.min_tiles, users * -(-question // size) + 2)
-                sides = tuple(
-                    kind(made, CAUSAL, "prompt attention", size, capacity, compute_dtype=computed)
-                    for kind in (GatheredTiles, TilesOfOneRow)
-                )  # type: ignore[assignment]
+            capacity = max(policy.min_tiles, users * -(-max(question, *FEW) // size) + 2)
+            pairs, by_row = RowPairs(made, CAUSAL), RowByRow(made, CAUSAL)
+            tiles, of_one_row = (
+                kind(made, CAUSAL, "prompt attention", size, capacity, compute_dtype=computed)
+                for kind in (GatheredTiles, TilesOfOneRow)
+            )
             compiler.build()
+            if costs is None:
+                costs = Costs(*(fit(samples_of(way, made, context)) for way in (pairs, tiles)))
             caches = random_caches(layers, num_blocks, made.cache_spec)
             q = torch.randn(users * count, kv_heads, query_group, head_dim).to(cache_dtype)
             counts = np.full(users, count)
             num_single = users if count == 1 else 0
             rows = StepRows(np.arange(users), context - counts, counts, num_single, 0, len(q))
-            what = "decode" if count == 1 else f"questions of {count} tokens"
-            measurements += measure(f"{what}, {shares}", sides, rows, caches, spec, q, repeats)
-    by_side = [[one for one in measurements if one.side == side] for side in SIDES]
-    comparisons = [
-        found
-        for ours, theirs in zip(*by_side)
-        for found in compared({ours.metric: ours}, {theirs.metric: theirs})
-    ]
-    shares_of = [
-        f"{ours.case}: {median(ours.samples) / median(theirs.samples):.2f} × the {ours.metric} of {SIDES[1]}"
-        for ours, theirs in zip(*by_side)
-    ]
+            if count == 1:
+                what, sides = "decode", {SIDES[0]: pairs, SIDES[1]: by_row}
+            elif count == question:
+                what, sides = f"questions of {count} tokens", {SIDES[0]: tiles, SIDES[1]: of_one_row}
+            else:
+                what, sides = f"chunks of {count} tokens", {WAYS[0]: pairs, WAYS[1]: tiles}
+            measurements += measure(f"{what}, {shares}", sides, costs, rows, caches, spec, q, repeats)
+    comparisons, notes = [], []
+    for ours, theirs in zip(
+        *([one for one in measurements if one.side in both] for both in zip(SIDES, WAYS))
+    ):
+        comparisons += compared({ours.metric: ours}, {theirs.metric: theirs})
+        ratio = median(ours.samples) / median(theirs.samples)
+        notes.append(f"{ours.case}: {ratio:.2f} × the {ours.metric} of {theirs.side}")
     shape = {"users": users, "prefix": prefix, "suffix": suffix, "layers": layers, "dtype": dtype}
     shape |= {"kv_heads": kv_heads, "query_group": query_group, "head_dim": head_dim}
     shape["question"] = question
-    publish(make_report("attention", shape, measurements, comparisons, [*shares_of, SAME]), output)
+    publish(make_report("attention", shape, measurements, comparisons, [*notes, SAME]), output)
 
 
 def measure(
     case: str,
-    sides: tuple[Kernels, Kernels],
+    sides: dict[str, Kernels],
+    costs: Costs,
     rows: StepRows,
     caches: list[LayerCache],
     spec: AttentionSpec,
     q: torch.Tensor,
     repeats: int,
 ) -> list[Measurement]:
-    """Times of a layer, and of making the lists of a step [ms], of both SIDES in turns. RuntimeError if their
-    results differ."""
-    lists: dict[str, list[float]] = {side: [] for side in SIDES}
-    processor: dict[str, list[float]] = {side: [] for side in SIDES}
-    elapsed: dict[str, list[float]] = {side: [] for side in SIDES}
+    """Times of a layer, and of making the lists of a step [ms], of two sides in turns, and what a layer
+    should take. RuntimeError if their results differ."""
+    lists: dict[str, list[float]] = {side: [] for side in sides}
+    processor: dict[str, list[float]] = {side: [] for side in sides}
+    elapsed: dict[str, list[float]] = {side: [] for side in sides}
+    expected: dict[str, list[float]] = {}
     with torch.inference_mode():
         for repeat in range(-1, repeats):  # the first round warms up
             results = []
-            for side, kernels in list(zip(SIDES, sides))[:: 1 if repeat % 2 else -1]:
+            for side, kernels in list(sides.items())[:: 1 if repeat % 2 else -1]:
                 before = time.process_time()
                 prepared: Any = kernels.prepare(rows, 0, len(rows.slots) if rows.num_single else 2)
                 started, begun = time.process_time(), time.perf_counter()
@@ -191,12 +180,14 @@ def measure(
                     lists[side].append(1e3 * (started - before))
                     processor[side].append(1e3 * (time.process_time() - started) / len(caches))
                     elapsed[side].append(1e3 * (time.perf_counter() - begun) / len(caches))
+                cost = costs.pairs if isinstance(kernels, RowPairs) else costs.tiles
+                expected[side] = [1e3 * cost.seconds(kernels.work(prepared)[spec.reach])]
                 results.append(out)
-            if not torch.equal(*results):
+            if tuple(sides) == SIDES and not torch.equal(*results):
                 raise RuntimeError(f"{case}: the two ways differ.")
-    figures = {"processor time of a layer": processor, "time of a layer": elapsed, "lists of a step": lists}
+    measured = {"processor time of a layer": processor, "time of a layer": elapsed, "lists of a step": lists}
     return [
-        Measurement(case, side, metric, "ms", "lower", samples)
-        for metric, of_side in figures.items()
-        for side, samples in of_side.items()
+        Measurement(case, side, metric, "ms", "lower" if metric in measured else "neither", of_side[side])
+        for metric, of_side in ({EXPECTED: expected} | measured).items()
+        for side in sides
     ]
