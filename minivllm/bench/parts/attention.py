@@ -98,11 +98,8 @@ def attention(
     compiler, policy = PackagedRegionCompiler(), DevicePolicy.of(CPU)
     computed = policy.prompt_attention_dtype(cache_dtype)
     size = policy.query_tile_size(query_group, computed)
-    few = [
-        count
-        for count in FEW
-        if count != question and count <= policy.pair_tokens(prefix + max(suffix, question))
-    ]
+    longest = policy.pair_tokens(prefix + max(suffix, question))
+    few = [count for count in FEW if count != question and count <= longest]
     measurements: list[Measurement] = []
     sides: dict[str, Kernels]
     costs: Costs | None = None
@@ -139,9 +136,8 @@ def attention(
                 what, sides = f"chunks of {count} tokens", {WAYS[0]: pairs, WAYS[1]: tiles}
             measurements += measure(f"{what}, {shares}", sides, costs, rows, caches, spec, q, repeats)
     comparisons, notes = [], []
-    for ours, theirs in zip(
-        *([one for one in measurements if one.side in both] for both in zip(SIDES, WAYS))
-    ):
+    of_sides = [[one for one in measurements if one.side in both] for both in zip(SIDES, WAYS)]
+    for ours, theirs in zip(*of_sides):
         comparisons += compared({ours.metric: ours}, {theirs.metric: theirs})
         ratio = median(ours.samples) / median(theirs.samples)
         notes.append(f"{ours.case}: {ratio:.2f} × the {ours.metric} of {theirs.side}")
@@ -187,7 +183,7 @@ def measure(
                 raise RuntimeError(f"{case}: the two ways differ.")
     measured = {"processor time of a layer": processor, "time of a layer": elapsed, "lists of a step": lists}
     return [
-        Measurement(case, side, metric, "ms", "lower" if metric in measured else "neither", of_side[side])
+        Measurement(case, side, metric, "ms", "lower", of_side[side])
         for metric, of_side in ({EXPECTED: expected} | measured).items()
         for side in sides
     ]
