@@ -198,7 +198,7 @@ class ModelRunner:
                 inputs = replace(inputs, tokens=inputs.tokens._replace(images=self._images.rows(inputs)))
         expected = self.paged_model.attention_seconds.expected
         if expected:
-            with span(f"attention should take {1e6 * expected:.0f} µs"):
+            with span(f"attention should take {1e6 * expected:.0f} us"):
                 pass  # for traces to show beside what it takes
         if graph is None or self.graphs is None:
             hidden = StepHidden(self.paged_model.forward(inputs))

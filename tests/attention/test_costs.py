@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels_triton_free.attention
+from minivllm import LLM, SamplingParams
 from minivllm.attention import AttentionContext, AttentionRule, FlexAttention, SdpaAttention, StepRows
 from minivllm.attention.costs import calibration
 from minivllm.attention.costs.calibration import random_cache, tables_of
 from minivllm.attention.costs.model import ASSUMED, Cost, Costs, Work, fit
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.pairs import RowPairs
+from minivllm.messages import SchedulerStats
+from minivllm.metrics.prometheus import ServerMetrics
 from minivllm.specs.attention import Reach
 from tests.attention.backends import (
     GROUP,
@@ -196,3 +203,42 @@ def test_nothing_is_measured_where_there_is_no_choice(home: Path) -> None:
     plain = FlexAttention(replace(context, in_strips=False))
     plain.calibrate()
     assert plain._choice is None and not home.exists()
+
+
+class ExpectsAMillisecond(SdpaAttention):
+    """A backend that says what a layer should take."""
+
+    def calibrate(self) -> None:
+        raise AssertionError("nothing is compiled here")
+
+    def expected_seconds(self, metadata: object) -> dict[Reach, float]:
+        return {Reach(): 1e-3}
+
+
+def test_an_engine_tells_what_attention_took_beside_what_it_should_take(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Three layers and four steps."""
+    model = str(tiny_model("llama"))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    def run(**arguments: Any) -> tuple[SchedulerStats, float]:
+        with LLM(model, enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9, **arguments) as llm:
+            started = time.perf_counter()
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+            return llm.get_metrics(), time.perf_counter() - started
+
+    stats, took = run(attention_backend=f"{__name__}:ExpectsAMillisecond", profile=str(tmp_path / "traces"))
+    assert stats.expected_attention_seconds == pytest.approx(3 * 4 * 1e-3)
+    assert 0 < stats.measured_attention_seconds < took
+    [trace] = (tmp_path / "traces").iterdir()
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("attention should take 3000 us") == 4
+    metrics = ServerMetrics()
+    metrics.look_at_engines([stats], [0])
+    text = metrics.exposition().decode()
+    assert 'minivllm_attention_expected_seconds_total{engine="0"} 0.012' in text
+    assert f'minivllm_attention_seconds_total{{engine="0"}} {stats.measured_attention_seconds}' in text
+
+    stats, _ = run()
+    assert stats.expected_attention_seconds == stats.measured_attention_seconds == 0, "nothing was expected"
