@@ -43,6 +43,14 @@ class TileLists(NamedTuple):
     full_blocks: Tensor | None
 
 
+class Readers(NamedTuple):
+    """Which queries read each block that several rows of a tile, or of several tiles, share: those from
+    ``first`` up to ``last``, counted over all tiles, int32 [blocks] each. Any numbers for other blocks."""
+
+    first: Tensor
+    last: Tensor
+
+
 class FlexOptions(TypedDict, total=False):
     """What ``paged_flex_attention`` is told beside its tensors."""
 
@@ -87,6 +95,27 @@ def paged_flex_attention(
     return attend_to_blocks(q, k, v, *where, block_size=block_size, **options)
 
 
+def shared_flex_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lists: TileLists,
+    bounds: Bounds,
+    kv_position: Tensor,
+    readers: Readers,
+    sinks: Tensor | None = None,
+    **options: Unpack[FlexOptions],
+) -> Tensor:
+    """``paged_flex_attention`` of tiles of several rows, each of which sees the blocks that it reads. A tile
+    lists what some of its rows share, and then the other blocks of each, so all have one softmax."""
+    blocks, block_size, kv_heads, head_dim = k_cache.shape
+    k, v = (
+        cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache)
+    )
+    where = lists, bounds, kv_position, sinks
+    return attend_to_blocks(q, k, v, *where, block_size=block_size, readers=readers, **options)
+
+
 def attend_to_blocks(
     q: Tensor,
     k: Tensor,
@@ -101,10 +130,12 @@ def attend_to_blocks(
     soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
+    readers: Readers | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
     """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D].
 
+    readers: see ``shared_flex_attention``. None: all queries of a tile read its blocks.
     kv_position: as there. None: the bounds are slots. Or [capacity, 1]: the position of a key less its slot,
     where the partial blocks of a tile lie in order (all of them, if there is a score_change).
     """
@@ -123,6 +154,9 @@ def attend_to_blocks(
             seen = visibility(high[tile, query], key)
         else:
             seen = sees(key, None if low is None else low[tile, query], high[tile, query])
+        if readers is not None:
+            block, place = slot // block_size, tile * high.shape[1] + query
+            seen = seen & (readers.first[block] <= place) & (place < readers.last[block])
         return seen if sinks is None else (seen & (slot >= block_size)) | (slot == block_size - 1)
 
     def changed(score: Tensor, tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:

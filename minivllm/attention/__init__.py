@@ -1,7 +1,7 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.costs, attention.interface, attention.lists, compilation, device, kernels_triton_free,
-kernels_triton_free.strips, plugins, specs.
+May import: attention.costs, attention.interface, attention.lists, attention.uncompiled, compilation, device,
+kernels_triton_free, kernels_triton_free.strips, plugins, specs.
 Door: `FlexAttention` in flex.py; what a backend is stands in interface/.
 """
 
@@ -17,7 +17,7 @@ from minivllm.attention.interface.rule import AttentionRule
 from minivllm.attention.lists.bounds import Run, look_ahead
 from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
-from minivllm.attention.sdpa import SdpaAttention
+from minivllm.attention.uncompiled.sdpa import SdpaAttention
 from minivllm.plugins.points import register_attention
 
 __all__ = [

@@ -12,10 +12,10 @@ from minivllm.attention.costs.choice import Choice
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.interface.backend import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.interface.rule import CAUSAL, AttentionRule
-from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
-from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import QueryTiles
+from minivllm.attention.uncompiled.latents import GatheredLatents
+from minivllm.attention.uncompiled.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache

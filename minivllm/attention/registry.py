@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from minivllm.attention.flex import rule_attention
 from minivllm.attention.interface.backend import AttentionBackend, AttentionContext
-from minivllm.attention.sdpa import SdpaAttention
+from minivllm.attention.uncompiled.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
 from minivllm.plugins.points import ATTENTION
 

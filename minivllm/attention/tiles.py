@@ -109,8 +109,10 @@ class QueryTiles:
         tells_full: bool = True,
         compute_dtype: torch.dtype | None = None,
         batches: Sequence[int] = (),
+        width: int | None = None,
     ) -> None:
-        """batches: numbers of tiles that have a kernel of their own; empty where one serves them all."""
+        """batches: numbers of tiles that have a kernel of their own; empty where one serves them all. width:
+        of lists with a place of their own, if they are not those of single rows."""
         self._context = context
         self._rule = rule
         self._kind = kind
@@ -130,9 +132,8 @@ class QueryTiles:
             fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
         self._list_names: dict[Reach, list[str]] = {}
         has_sinks = any(spec.has_sinks for spec in context.specs)
-        self._width = width = (
-            context.tables.block_table.host.shape[1] + 1 + has_sinks
-        )  # one entry stays unused
+        # One entry stays unused.
+        self._width = width = width or context.tables.block_table.host.shape[1] + 1 + has_sinks
         if fixed_lists:
             if tells_full:  # the CPU's template asserts that lists of whole blocks are as wide as the cache
                 self._width = width = context.num_blocks
@@ -306,6 +307,10 @@ class QueryTiles:
         here: then all blocks that are not behind the queries are read."""
         return reach if self._rule.visibility is None else Reach(has_sinks=reach.has_sinks)
 
+    def _arguments(self, tiles: Tiles, cache: LayerCache, reach: Reach) -> tuple[Any, ...]:
+        """What the kernel takes behind the queries, but for sinks."""
+        return cache.k, cache.v, tiles.lists[reach], tiles.bounds[reach], tiles.kv_position
+
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
@@ -313,7 +318,7 @@ class QueryTiles:
         where token t is tile t, of all tokens that there are tiles for."""
         kernel, reach = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
         own_sinks = (sinks,) if spec.has_sinks else ()
-        arguments = (cache.k, cache.v, tiles.lists[reach], tiles.bounds[reach], tiles.kv_position, *own_sinks)
+        arguments = (*self._arguments(tiles, cache, reach), *own_sinks)
         if tiles.tile_tokens is None or tiles.token_places is None:
             num_rows = min(len(q), tiles.num_tiles)
             padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)

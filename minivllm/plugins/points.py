@@ -23,7 +23,10 @@ POLICIES = Plugins(
 no function."""
 ATTENTION = Plugins(
     "attention_backend",
-    {"flex": "minivllm.attention.flex:rule_attention", "sdpa": "minivllm.attention.sdpa:SdpaAttention"},
+    {
+        "flex": "minivllm.attention.flex:rule_attention",
+        "sdpa": "minivllm.attention.uncompiled.sdpa:SdpaAttention",
+    },
 )
 """AttentionContext -> AttentionBackend: a function, or the class of a backend."""
 DRAFTERS = Plugins(
