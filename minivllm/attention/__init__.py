@@ -11,6 +11,7 @@ from minivllm.attention.interface.backend import (
     AttentionContext,
     BlockTables,
     MeasuredBackend,
+    SharingBackend,
     StepRows,
 )
 from minivllm.attention.interface.rule import AttentionRule
@@ -29,6 +30,7 @@ __all__ = [
     "MeasuredBackend",
     "Run",
     "SdpaAttention",
+    "SharingBackend",
     "StepRows",
     "find_attention",
     "in_step_order",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from minivllm.attention.flex import rule_attention
 from minivllm.attention.interface.backend import AttentionBackend, AttentionContext
+from minivllm.attention.shared_tiles import shared_attention
 from minivllm.attention.uncompiled.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
 from minivllm.plugins.points import ATTENTION
@@ -18,7 +19,7 @@ uncompiled, and for every draft model."""
 def reads_strips(factory: AttentionFactory) -> bool:
     """Whether its backends read a cache in strips.
     Others may look into the cache themselves, and get a plain one."""
-    return factory in (rule_attention, SdpaAttention)
+    return factory in (rule_attention, shared_attention, SdpaAttention)
 
 
 def find_attention(name: str) -> AttentionFactory:

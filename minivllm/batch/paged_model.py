@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels_triton_free.strips.layout import can_have_strips
-from minivllm.attention import AttentionBackend, AttentionContext, MeasuredBackend, StepRows
+from minivllm.attention import AttentionBackend, AttentionContext, MeasuredBackend, SharingBackend, StepRows
 from minivllm.attention.registry import AttentionFactory, reads_strips
 from minivllm.batch.layer_caches import allocate_caches, allocate_draft_inputs, copy_blocks
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
@@ -200,6 +200,12 @@ class PagedModel:
             self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()
         ]
         self._updates = list(updates.values())
+        self._measured = [
+            (index, backend)
+            for index, backend in enumerate(self.backends)
+            if isinstance(backend, MeasuredBackend)
+        ]
+        self._sharing = [backend for backend in self.backends if isinstance(backend, SharingBackend)]
         self._num_alike = Counter(
             (index, spec.reach)
             for index, (_, spec) in zip(self._backend_of, self.layers)
@@ -208,9 +214,8 @@ class PagedModel:
 
     def calibrate(self) -> None:
         """Let backends measure what they choose by. Everything must be compiled."""
-        for backend in self.backends:
-            if isinstance(backend, MeasuredBackend):
-                backend.calibrate()
+        for _, backend in self._measured:
+            backend.calibrate()
 
     def _new_backend(
         self,
@@ -265,10 +270,9 @@ class PagedModel:
     def _expected_seconds(self, inputs: StepInputs) -> float:
         """Attention of all layers."""
         total = 0.0
-        for index, backend in enumerate(self.backends):
-            if isinstance(backend, MeasuredBackend):
-                expected = backend.expected_seconds(inputs.attention[index])
-                total += sum(self._num_alike[index, reach] * each for reach, each in expected.items())
+        for index, backend in self._measured:
+            expected = backend.expected_seconds(inputs.attention[index])
+            total += sum(self._num_alike[index, reach] * each for reach, each in expected.items())
         return total
 
     def _prepare(self, rows: StepRows, drafts: Mapping[int, int] | None = None) -> tuple[Any, ...]:
@@ -285,13 +289,21 @@ class PagedModel:
             prepared += [(state_rows, update.prepare(counts)) for update in self._updates]
         return tuple(prepared)
 
-    def has_replays(self, rows: Sequence[Row]) -> bool:
-        """Whether accepted drafts of these requests must get into their states, before these rows do."""
-        if not self._replays:
+    def runs_in_pieces(self, rows: Sequence[Row]) -> bool:
+        """Whether a step of single tokens does more than the graph of such steps: accepted drafts get into
+        states, or rows read a prefix together."""
+        sharing = self._sharing
+        if not self._replays and not sharing:
             return False
         slots = np.fromiter([row.request.slot for row in rows], np.int64, len(rows))
         starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
-        return any(replay.has_replays(slots, starts) for replay in self._replays)
+        if any(replay.has_replays(slots, starts) for replay in self._replays):
+            return True
+        counts = np.fromiter([row.count for row in rows], np.int64, len(rows))
+        if not sharing or (counts > 1).any():
+            return False
+        single = StepRows(slots, starts, counts, len(rows), 0, len(rows))
+        return any(backend.shares_prefixes(single) for backend in sharing)
 
     def attend(self, inputs: StepInputs) -> Attend:
         """The attention of every layer over this step, or the update of its state."""

@@ -254,9 +254,10 @@ class EngineArgs:
     ] = True
     attention_backend: Annotated[
         str,
-        "flex (compiled FlexAttention; its reference where nothing is compiled), sdpa (the reference), a "
-        "name given to "
-        "register_attention, or your own, as package.module:factory.",
+        "flex (compiled FlexAttention; its reference where nothing is compiled), flex-shared (on a GPU, "
+        "requests that share a prefix also read it once for all where that should pay; not yet measured on "
+        "one), sdpa (the reference), a name given to register_attention, or your own, as "
+        "package.module:factory.",
     ] = "flex"
     family: Annotated[
         str | None,

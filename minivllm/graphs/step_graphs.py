@@ -111,11 +111,11 @@ class StepGraphs:
         self._o = torch.zeros(size, dtype=own.attention_dtype, device=own.device)
         self.num_replays: Counter[GraphChoice] = Counter()
 
-    def choose(self, counts: list[int], *, has_replays: bool = False) -> GraphChoice | None:
+    def choose(self, counts: list[int], *, in_pieces: bool = False) -> GraphChoice | None:
         """The graph for a step with that many tokens of each request;
-        None where calling the regions is as good. has_replays: states are moved on by more than these."""
+        None where calling the regions is as good. in_pieces: see ``PagedModel.runs_in_pieces``."""
         num_tokens = sum(counts)
-        is_plain = max(counts) == 1 and not has_replays
+        is_plain = max(counts) == 1 and not in_pieces
         if is_plain and (size := bucket_for(num_tokens, self.full_buckets)) is not None:
             return GraphChoice("full", size)
         if (size := bucket_for(num_tokens, self.piecewise_buckets)) is not None:

@@ -25,6 +25,7 @@ ATTENTION = Plugins(
     "attention_backend",
     {
         "flex": "minivllm.attention.flex:rule_attention",
+        "flex-shared": "minivllm.attention.shared_tiles:shared_attention",
         "sdpa": "minivllm.attention.uncompiled.sdpa:SdpaAttention",
     },
 )

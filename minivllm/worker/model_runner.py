@@ -190,8 +190,8 @@ class ModelRunner:
         has_images = self._images is not None and self._images.has_rows(rows)
         graph = None
         if self.graphs is not None and not has_images:  # the graphs are those of steps that read text
-            has_replays = self.paged_model.has_replays(rows)
-            graph = self.graphs.choose([row.count for row in rows], has_replays=has_replays)
+            in_pieces = self.paged_model.runs_in_pieces(rows)
+            graph = self.graphs.choose([row.count for row in rows], in_pieces=in_pieces)
         with span("prepare"):
             inputs = self.paged_model.build(rows, 0 if graph is None else graph.num_tokens)
             if has_images and self._images is not None:

@@ -165,3 +165,11 @@ class MeasuredBackend(AttentionBackend, Protocol):
 
     def expected_seconds(self, metadata: Any) -> Mapping[Reach, float]:
         """What a layer of each reach should take in a step; empty if no costs were measured."""
+
+
+@runtime_checkable
+class SharingBackend(AttentionBackend, Protocol):
+    """A backend in which rows may read a prefix together, by code that no graph has captured."""
+
+    def shares_prefixes(self, rows: StepRows) -> bool:
+        """Whether some of these rows, each of a single token, do so in this step."""
