@@ -26,12 +26,14 @@ from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
 
+BATCHES = tuple(2**power for power in range(MOST_TILES.bit_length()))
+"""Numbers of tiles that have a kernel of their own: the fewer they are, the finer each list is split."""
 TILE_ROWS = 64
 """Queries times query heads of a KV head: as many as one product of a GPU takes."""
 
 
 class SharedTiles(QueryTiles):
-    """Tiles of rows with a single token or few, for layers that see everything; always MOST_TILES of them.
+    """Tiles of rows with a single token or few, for layers that see everything.
 
     A tile lists the blocks that some of its rows share, and then the other blocks of each. All are masked:
     a query reads a block if it lies between the first and the last query that do.
@@ -49,7 +51,7 @@ class SharedTiles(QueryTiles):
             MOST_TILES,
             fixed_lists=True,
             tells_full=False,
-            batches=(MOST_TILES,),
+            batches=BATCHES,
             width=context.num_blocks + 1,
         )
 
@@ -74,7 +76,18 @@ class SharedTiles(QueryTiles):
         place = np.cumsum(counts) - counts
         tokens = np.arange(picked.num_padded) + np.repeat(begin[own] - place, counts)
         self._groups = groups
-        return self.prepare(picked, 0, MOST_TILES), tokens
+        _, tiles = groups.in_tiles(counts, self.size)
+        batch = next(batch for batch in BATCHES if batch >= tiles.sum())
+        return self.prepare(picked, 0, batch), tokens
+
+    def try_kernels(self, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None) -> None:
+        """Call all kernels once, on a query that sees nothing: the first call compiles. q [1, kv_heads, G,
+        D]."""
+        one, empty = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self._groups = RowGroups(one, one, empty.astype(np.int32), empty, empty, num_shared=one)
+        nothing = StepRows(one, one - 1, one + 1, 1, 0, 1)
+        for batch in BATCHES:
+            self.attend(self.prepare(nothing, 0, batch), cache, spec, q, sinks)
 
     def _bundles(self, groups: KeyGroups | None, counts: np.ndarray) -> np.ndarray | None:
         assert self._groups is not None
@@ -131,6 +144,7 @@ class SharedFlexAttention(FlexAttention):
         self._device = context.device
         self._shared = SharedTiles(context, rule)
         self._sharing = Sharing(context, self._shared.size, always=self.always)
+        self._untried = set(context.specs) if context.compiles else set()
 
     def shares_prefixes(self, rows: StepRows) -> bool:
         """See SharingBackend."""
@@ -154,6 +168,9 @@ class SharedFlexAttention(FlexAttention):
         self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         if not isinstance(metadata, SharedMetadata):
+            if spec in self._untried:  # in the warm-up
+                self._untried.remove(spec)
+                self._shared.try_kernels(cache, spec, q[:1], sinks)
             return super().attend(metadata, cache, spec, q, sinks)
         o = super().attend(metadata.plain, cache, spec, q, sinks)
         o[metadata.tokens] = self._shared.attend(metadata.tiles, cache, spec, q[metadata.tokens], sinks)

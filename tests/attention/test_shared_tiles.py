@@ -184,7 +184,7 @@ def check(rows: list[Row], kind: type[FlexAttention] = Always) -> SharedMetadata
     return metadata if isinstance(metadata, SharedMetadata) else None
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(steps(), st.booleans())
 def test_rows_of_any_tree_attend_as_each_would_alone(rows: list[Row], by_lists: bool) -> None:
     """By the mask of real, uncompiled FlexAttention, which sees all blocks of the cache, and by the lists."""
@@ -209,7 +209,7 @@ def test_two_groups_and_a_row_that_shares_nothing(as_listed: None) -> None:
     assert metadata is not None
     assert sorted(metadata.tokens.tolist()) == [0, 1, 3, 4, 5]
     counts = metadata.tiles.lists[Reach()].partial_count.flatten().tolist()
-    assert sorted(counts, reverse=True) == [6 + 3, 3 + 2] + [0] * (sharing.MOST_TILES - 2)
+    assert sorted(counts, reverse=True) == [6 + 3, 3 + 2]
     plain = metadata.plain.parts[0].tiles.lists[Reach()].partial_count.flatten().tolist()
     assert plain == [0, 0, 2, 0, 0, 0], "rows that are read together are not read once more"
 

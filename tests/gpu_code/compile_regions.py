@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from minivllm.attention import tiles
 from minivllm.attention.flex import rule_attention
+from minivllm.attention.shared_tiles import shared_attention
 from minivllm.batch.layer_caches import kv_groups
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import GroupTables
@@ -221,7 +222,8 @@ def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
             verify_size=shape.verify_size,
         )
         # Attention is the same whatever the weights are rounded to.
-        make_attention = rule_attention if shape.quantization is None else lambda context: None
+        attention = shared_attention if shape.shares else rule_attention
+        make_attention = attention if shape.quantization is None else lambda context: None
         DeclaredModel(model, limits, policy, make_attention).use_regions(compiler)
 
 

@@ -23,11 +23,12 @@ MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 8192, 8192
 @dataclass(frozen=True)
 class Shape:
     """A model. quantization: what its weights are rounded to, None for nothing. verify_size: most tokens of a
-    row whose drafts are verified, 0 for no drafts."""
+    row whose drafts are verified, 0 for no drafts. shares: rows may read a prefix together."""
 
     config: dict[str, Any]
     quantization: str | None = None
     verify_size: int = 0
+    shares: bool = False
 
 
 COMMON: dict[str, Any] = {
@@ -160,7 +161,7 @@ DEEPSEEK_V2_LITE: dict[str, Any] = COMMON | {
 }
 
 MODELS: dict[str, Shape] = {
-    "Llama 3 8B": Shape(LLAMA_3_8B, verify_size=8),
+    "Llama 3 8B": Shape(LLAMA_3_8B, verify_size=8, shares=True),
     "Llama 3 8B in int8": Shape(LLAMA_3_8B, quantization="int8"),
     "Llama 3 8B in int4": Shape(LLAMA_3_8B, quantization="int4"),
     "Llama 3 8B in fp8": Shape(LLAMA_3_8B, quantization="fp8"),
@@ -168,7 +169,7 @@ MODELS: dict[str, Shape] = {
     "Qwen3 8B": Shape(QWEN3_8B),
     "Qwen3 30B A3B": Shape(QWEN3_30B_A3B),
     "Gemma 3 1B": Shape(GEMMA_3_1B),
-    "gpt-oss 20B": Shape(GPT_OSS_20B),
+    "gpt-oss 20B": Shape(GPT_OSS_20B, shares=True),
     "DeepSeek V2 Lite": Shape(DEEPSEEK_V2_LITE),
 }
 

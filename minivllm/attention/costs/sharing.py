@@ -17,9 +17,9 @@ from minivllm.attention.lists.row_groups import BlocksOfTiles, RowGroups, blocks
 
 MOST_TILES = 8
 """Of several rows, in a step."""
-BYTES_PER_SECOND, FLOPS_PER_SECOND, SECONDS_OF_PIECES = 3.35e12, 4e14, 1e-5
+BYTES_PER_SECOND, FLOPS_PER_SECOND, SECONDS_OF_PIECES = 3.35e12, 4e14, 1.5e-5
 """Assumed, not measured: memory of an H100, what its products reach in attention, and what a layer takes more
-where no FULL graph is replayed."""
+where no FULL graph is replayed, and parts of lists are put together."""
 ON_BELOW, OFF_ABOVE = 0.9, 1.0
 """Shares of the time of plain attention: below the first one prefixes are read together, above the second one
 no longer."""
