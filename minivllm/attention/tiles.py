@@ -7,7 +7,7 @@ A tile is one row of FlexAttention's batch dimension, so it never reads the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,14 +155,17 @@ class QueryTiles:
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         context, rule = self._context, self._rule
         dtype = (self._compute_dtype if self.size > 1 else None) or context.query_dtype
-        block_size = context.tables.block_size
-        own: Any = context.policy.kernel_options(
-            block_size, context.head_dim, dtype, self.size, self._has_low
-        )
+        own: Any = self._kernel_options(dtype)
         function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)
         return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))
+
+    def _kernel_options(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """dtype: of the queries."""
+        context = self._context
+        block_size = context.tables.block_size
+        return context.policy.kernel_options(block_size, context.head_dim, dtype, self.size, self._has_low)
 
     @property
     def mixes_rows(self) -> bool:
