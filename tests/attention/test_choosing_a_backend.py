@@ -67,7 +67,7 @@ def test_an_engine_in_a_process_of_its_own_imports_its_backend(tiny_model: Calla
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("flesh", r"attention_backend is 'flesh', but must be one of flex, sdpa"),
+        ("flesh", r"attention_backend is 'flesh', but must be one of flex, flex-shared, sdpa"),
         (
             "no_such_module:Backend",
             r"attention_backend is 'no_such_module:Backend', which cannot be imported: No mod",
