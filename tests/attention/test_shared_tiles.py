@@ -84,19 +84,23 @@ def steps(draw: st.DrawFn) -> list[Row]:
     return sorted(rows, key=lambda row: (row.count > 1, row.count > FEW))
 
 
-def made(rows: list[Row]) -> tuple[Tables, int, StepRows]:
+def made(
+    rows: list[Row], block_size: int = BLOCK_SIZE, device: torch.device = CPU
+) -> tuple[Tables, int, StepRows]:
     """Block tables of the rows, the number of blocks, and the step."""
     width = max(len(row.blocks) for row in rows)
     num_blocks = 1 + max(max(row.blocks) for row in rows)
-    table, position = MirroredTable(len(rows), width, CPU), MirroredTable(num_blocks, BLOCK_SIZE, CPU)
+    table, position = MirroredTable(len(rows), width, device), MirroredTable(num_blocks, block_size, device)
     for slot, row in enumerate(rows):
-        table.host[slot, : len(row.blocks)] = row.blocks
+        table.write(slot, 0, row.blocks)
         for index, block in enumerate(row.blocks):
-            position.host[block] = index * BLOCK_SIZE + np.arange(BLOCK_SIZE)
+            position.write(block, 0, index * block_size + np.arange(block_size))
+    for mirrored in (table, position):
+        mirrored.flush()
     starts, counts = (np.array([getattr(row, name) for row in rows]) for name in ("start", "count"))
     single, few = int((counts == 1).sum()), int(((counts > 1) & (counts <= FEW)).sum())
     step = StepRows(np.arange(len(rows)), starts, counts, single, few, int(counts.sum()))
-    return Tables(BLOCK_SIZE, table, position), num_blocks, step
+    return Tables(block_size, table, position), num_blocks, step
 
 
 def context_of(
@@ -116,13 +120,13 @@ def inputs_of(num_blocks: int, tokens: int) -> tuple[LayerCache, Tensor]:
 
 def brute_force(rows: list[Row], cache: LayerCache, q: Tensor) -> Tensor:
     """Token by token and head by head, in float64."""
-    found = torch.zeros(q.shape, dtype=torch.float64)
+    found = torch.zeros_like(q, dtype=torch.float64)
     token = 0
     for row in rows:
         k, v = (x[row.blocks].double().flatten(0, 1) for x in cache[:2])
         for position in range(row.start, row.start + row.count):
-            for head in range(KV_HEADS):
-                scores = q[token, head].double() @ k[: position + 1, head].T / math.sqrt(HEAD_DIM)
+            for head in range(q.shape[1]):
+                scores = q[token, head].double() @ k[: position + 1, head].T / math.sqrt(q.shape[-1])
                 found[token, head] = scores.softmax(-1) @ v[: position + 1, head]
             token += 1
     return found
