@@ -2,10 +2,12 @@
 for https://ui.perfetto.dev or chrome://tracing.
 
 The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between,
-last, attention, sample, draft), wait (for the results) and output; with a connector, save_kv after execute,
-and load_kv and write_kv in separate threads. With async scheduling on a CPU, execute runs in the
-worker's thread beside the steps of the core. Workers in processes of their own are processes of the same
-trace, with spans of what they exchange: "exchange" within a layer, "receive" and "send" between stages.
+last, attention, sample, draft), wait (for the results) and output. Where costs of attention were measured,
+the name of an empty range after prepare says what attention of all layers should take. With a connector,
+save_kv comes after execute, and load_kv and write_kv run in separate threads. With async scheduling on a CPU,
+execute runs in the worker's thread beside the steps of the core. Workers in processes of their own are
+processes of the same trace, with spans of what they exchange: "exchange" within a layer, "receive" and "send"
+between stages.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,9 +24,12 @@ from minivllm.attention.costs.calibration import random_cache, tables_of
 from minivllm.attention.costs.model import ASSUMED, Cost, Costs, Work, fit
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.pairs import RowPairs
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Region
 from minivllm.messages import SchedulerStats
 from minivllm.metrics.prometheus import ServerMetrics
 from minivllm.specs.attention import Reach
+from minivllm.worker.worker import Worker
 from tests.attention.backends import (
     GROUP,
     HEAD_DIM,
@@ -152,7 +156,7 @@ def in_strips(max_model_len: int = 128) -> tuple[AttentionContext, StepRows]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where records are kept."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # compilers set it: then it is what it was, afterwards
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
     monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
     return tmp_path / "regions"
@@ -242,3 +246,43 @@ def test_an_engine_tells_what_attention_took_beside_what_it_should_take(
 
     stats, _ = run()
     assert stats.expected_attention_seconds == stats.measured_attention_seconds == 0, "nothing was expected"
+
+
+class AsItIs(RegionCompiler):
+    """Takes the place of a compiler in a worker that believes everything compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+
+    def _make(self, region: Region) -> Callable:
+        return region.function
+
+
+def test_an_engine_measures_in_its_warm_up(
+    home: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts behind one prefix, and single tokens."""
+    monkeypatch.setattr(Worker, "_make_compiler", lambda self: AsItIs())
+    prompts = [{"prompt_token_ids": [*range(3, 60), 60 + index, 9]} for index in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    arguments: Any = {
+        "dtype": "float32",
+        "block_size": 16,
+        "max_model_len": 96,
+        "num_gpu_blocks_override": 30,
+    }
+    arguments |= {"compile_in_background": False}
+    model = str(tiny_model("llama"))
+
+    def run(**changes: Any) -> tuple[list[list[int]], SchedulerStats]:
+        with LLM(model, **arguments | changes) as llm:
+            llm.generate(prompts[0], params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics()
+
+    tokens, stats = run()
+    assert stats.expected_attention_seconds > 0 and stats.measured_attention_seconds > 0
+    (kept,) = home.glob("attention_costs-*.json")
+    for costs in Costs(pairs=FREE, tiles=COSTLY), Costs(pairs=COSTLY, tiles=FREE):
+        kept.write_bytes(msgspec.json.encode(costs))
+        assert run()[0] == tokens, "wrong costs change no token"
