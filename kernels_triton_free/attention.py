@@ -6,6 +6,9 @@ serves prefill, chunks, decode and verification alike: a cache slot is visible i
 lies within the bounds of the query. Windows, chunks and images that see themselves are bounds too: data, and
 no code.
 
+Tiles of several requests that share a prefix read it once. They list more than each request may see, so they
+are told which of their queries read a block (``shared_flex_attention``).
+
 The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT *
 G, D], so that keys and values are read once per KV head and any G works.
 """
