@@ -22,7 +22,7 @@ import minivllm.attention.tiles
 from kernels_triton_free.attention import Readers, TileLists, shared_flex_attention
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm import LLM, SamplingParams
-from minivllm.attention import AttentionContext, FlexAttention, StepRows
+from minivllm.attention import AttentionContext, FlexAttention, SdpaAttention, StepRows
 from minivllm.attention.costs import sharing
 from minivllm.attention.costs.model import Cost
 from minivllm.attention.shared_tiles import SharedFlexAttention, SharedMetadata, shared_attention
@@ -239,6 +239,38 @@ def test_more_rows_than_tiles_hold_leave_some_to_themselves(as_listed: None) -> 
     assert metadata is not None and len(metadata.tokens) == most
     metadata = check(family(1, list(range(10, 10 + most // 2)), 2, start=0, tokens=4))
     assert metadata is not None and len(metadata.tokens) == most, "by tokens, not by rows"
+
+
+@pytest.mark.parametrize(("most", "together"), [(8, 15), (5, 10), (4, 0), (2, 0)])
+def test_drafts_that_tiles_have_no_room_for_are_read_row_by_row(
+    as_listed: None, monkeypatch: pytest.MonkeyPatch, most: int, together: int
+) -> None:
+    """Tiles of two queries, and four rows of five tokens."""
+    monkeypatch.setattr(minivllm.attention.shared_tiles, "TILE_ROWS", 2 * GROUP)
+    monkeypatch.setattr(sharing, "MOST_TILES", most)
+    prefix = [1, 2, 3]
+    rows = [Row([*prefix, own, own + 1], 3 * BLOCK_SIZE + 2, 5) for own in (20, 22, 24, 26)]
+    metadata = check(rows)
+    assert (0 if metadata is None else len(metadata.tokens)) == together
+
+
+def test_sinks_join_the_softmax_of_rows_that_are_read_together(as_listed: None) -> None:
+    """The null block stands for them in every tile; the judge has it nowhere."""
+    rows = [*family(1, [20, 21, 22], 6), Row([30, 31], 5, 1)]
+    tables, num_blocks, step = made(rows)
+    context = context_of(tables, num_blocks, step, Reach(has_sinks=True))
+    attention, judge, spec = Always(context), SdpaAttention(context), context.specs[0]
+    cache, q = inputs_of(num_blocks, step.num_padded)
+    cache.v[0, -1] = 0
+    sinks = torch.linspace(-1, 3, KV_HEADS * GROUP)
+    metadata = attention.prepare(step)
+    assert isinstance(metadata, SharedMetadata)
+    torch.testing.assert_close(
+        attention.attend(metadata, cache, spec, q, sinks),
+        judge.attend(judge.prepare(step), cache, spec, q, sinks),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_equal_blocks_after_different_ones_are_read_row_by_row(as_listed: None) -> None:

@@ -72,6 +72,8 @@ class Sharing:
         for number in range(int(found.group.max(initial=-1)) + 1):
             own = found.rows[found.group == number]
             own = own[np.cumsum(rows.counts[own]) <= MOST_TILES * self._size]
+            if len(own) < 2:
+                continue
             read = self._read(table, ends, rows.counts, group_rows(table[own], own, complete[own]))
             work = self._work([len(blocks) for blocks in read.lists], self._size), self._work(ends[own], 1)
             seconds = self.shared.seconds(work[0]) - self.shared.fixed, self.plain.seconds(work[1])
