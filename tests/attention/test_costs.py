@@ -65,8 +65,8 @@ def test_a_fit_is_the_least_squares_solution_without_negative_numbers(
     for value, change, column in zip(cost, slope, columns):
         assert value >= 0
         if column:
-            assert change / column > -1e-6, "a larger number would not fit better"
-            assert value == 0 or abs(change / column) < 1e-6, "nor would a smaller one"
+            assert change / column > -1e-3, "a larger number would not fit better"
+            assert value == 0 or abs(change / column) < 1e-3, "nor would a smaller one"
 
 
 def test_a_fit_finds_the_costs_that_times_were_made_from() -> None:
