@@ -220,16 +220,13 @@ class _NoCapture(GraphCapture):
 
 
 def _addresses(inputs: StepInputs, kind: str) -> list[int]:
-    tensors = [inputs.token_ids, inputs.tokens.positions, *inputs.slots]
-    if inputs.tokens.adapters is not None:
-        tensors.append(inputs.tokens.adapters.slots)
-    if kind == "full":
-        tensors += _tensors(inputs.attention)
-    return [tensor.data_ptr() for tensor in tensors] + [len(inputs.token_ids)]
+    """Of all that a graph reads. Features of images would be more than there were at capture."""
+    read = inputs.token_ids, inputs.tokens, inputs.slots, inputs.attention if kind == "full" else ()
+    return [tensor.data_ptr() for tensor in _tensors(read)] + [len(inputs.token_ids)]
 
 
 def _tensors(metadata: Any) -> Iterator[Tensor]:
-    """Those that an attention backend has prepared, in whatever they are nested."""
+    """The tensors in nested tuples, lists and dictionaries; what is none of these is passed over."""
     if isinstance(metadata, Tensor):
         yield metadata
     elif isinstance(metadata, tuple | list):

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+import kernels_triton_free.attention
+import minivllm.attention.tiles
 from kernels_triton_free.attention import TileLists
 from kernels_triton_free.strips.layout import strip_shapes, write_strips
 from kernels_triton_free.strips.visibility import Bounds
-from minivllm.attention import AttentionContext, BlockTables
+from minivllm.attention import AttentionContext, BlockTables, FlexAttention
 from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
 from minivllm.specs.attention import AttentionSpec, Reach
@@ -22,6 +25,16 @@ from tests.attention.random_batches import CPU, BatchShape
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 CPU_POLICY, CUDA_POLICY = DevicePolicy(type="cpu"), DevicePolicy(type="cuda", capability=(9, 0))
+
+
+def choose_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """From now on, uncompiled engines on a CPU take the choices of a GPU with this attention backend, whose
+    name is returned. It reads the lists of blocks as there: the usual reference loops over requests in Python,
+    which no graph can repeat."""
+    for module in (kernels_triton_free.attention, minivllm.attention.tiles):
+        monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
+    return f"{FlexAttention.__module__}:{FlexAttention.__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,9 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-import kernels_triton_free.attention
-import minivllm.attention.tiles
 from minivllm import LLM, SamplingParams, StructuredOutputs
-from minivllm.attention import FlexAttention
 from minivllm.config import CudaGraphMode
-from minivllm.device.policy import DevicePolicy
-from tests.attention.backends import CUDA_POLICY, listed_attention
+from tests.attention.backends import choose_as_on_a_gpu
 from tests.end_to_end.test_compressed_tensors import (
     PER_TOKEN,
     Settings,
@@ -157,12 +153,9 @@ def test_structures_hold_the_rows_that_have_one_and_no_others(
 @pytest.fixture
 def with_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """An uncompiled engine with graphs that takes the choices of a GPU."""
-    for module in (kernels_triton_free.attention, minivllm.attention.tiles):
-        monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
-    monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
+    backend = choose_as_on_a_gpu(monkeypatch)
 
     def make(directory: Path, mode: str, cuts: bool, **settings: Any) -> LLM:
-        backend = f"{FlexAttention.__module__}:{FlexAttention.__name__}"
         llm = tiny_llm(
             directory, model_impl="transformers", max_model_len=64, attention_backend=backend, **settings
         )

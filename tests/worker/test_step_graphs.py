@@ -16,17 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels_triton_free.attention
-import minivllm.attention.tiles
 from minivllm import LLM, SamplingParams
-from minivllm.attention import FlexAttention
 from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import StagingBuffer
-from minivllm.device.policy import DevicePolicy
 from minivllm.graphs.graph_capture import CudaGraphs, GraphCapture
 from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
 from minivllm.worker.worker import run_on_null_block
-from tests.attention.backends import CUDA_POLICY, listed_attention
+from tests.attention.backends import CUDA_POLICY, choose_as_on_a_gpu
 from tests.attention.random_batches import CPU
 from tests.spec_decode.scripted_drafter import ScriptedDrafter, speculation_of
 from tutorials.recorded_graphs import RecordedGraphs
@@ -153,14 +149,10 @@ def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_ba
 
 @pytest.fixture
 def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """An uncompiled engine with graphs that takes the choices of a GPU. Its attention reads the lists of
-    blocks as there: the usual reference loops over requests in Python, which no graph can repeat."""
-    for module in (kernels_triton_free.attention, minivllm.attention.tiles):
-        monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
-    monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
+    """An uncompiled engine with graphs that takes the choices of a GPU."""
+    backend = choose_as_on_a_gpu(monkeypatch)
 
     def make(mode: str, family: str = "llama", **arguments: Any) -> LLM:
-        backend = f"{FlexAttention.__module__}:{FlexAttention.__name__}"
         llm = tiny_llm(tiny_model(family), attention_backend=backend, **arguments)
         runner = llm.llm_engine.client.core.executor.worker.runner
         with torch.inference_mode():
