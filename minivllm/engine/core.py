@@ -224,7 +224,9 @@ class EngineCore:
         self.scheduler.add_request(request)
         self.structured_output.prepare(request)
         if self.encodings is not None and request.images and not request.is_finished:
-            self.encodings.want(request, self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+            num_at_hand = self.scheduler.num_tokens_at_hand(request)
+            if num_at_hand is not None:  # else the scheduler asks when it cannot go on without an image
+                self.encodings.want(request, num_at_hand)
 
     def ask_for_pixels(self, ask: Callable[[list[bytes]], None]) -> None:
         """Have ``ask`` called with the digests of images whose pixels are missing;
@@ -257,18 +259,15 @@ class EngineCore:
             )
 
     def _end_those_without(self, digest: bytes, error: str) -> None:
-        """Requests that have computed an image, or find it in the prefix cache, need no pixels of it."""
-        blocks = self.scheduler.kv_cache_manager
-        lacking = [
-            request
-            for request in self.scheduler.requests.values()
-            if any(
-                image.digest == digest
-                and image.end > (request.num_computed_tokens or blocks.num_cached_tokens(request))
-                for image in request.images
-            )
-        ]
-        self.scheduler.give_up(lacking, error)
+        """Requests that have computed an image, find it in the prefix cache or can load it, need no pixels of
+        it; one of which that is not known yet will ask once more."""
+
+        def needs(request: Request) -> bool:
+            end = max([image.end for image in request.images if image.digest == digest], default=0)
+            at_hand = request.num_computed_tokens or (end and self.scheduler.num_tokens_at_hand(request))
+            return at_hand is not None and end > at_hand
+
+        self.scheduler.give_up(list(filter(needs, self.scheduler.requests.values())), error)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""

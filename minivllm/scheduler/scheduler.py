@@ -127,6 +127,17 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
+    def num_tokens_at_hand(self, request: Request) -> int | None:
+        """Tokens of a waiting request that need not be computed as things are: cached ones, and those after
+        them that the connector has. None: the connector cannot say yet."""
+        hits, num_cached = self.kv_cache_manager.get_computed_blocks(request)
+        num_remote = self.loads.num_tokens(request, num_cached)
+        if num_remote is None:
+            return None
+        if num_remote:
+            return num_cached + num_remote
+        return self.kv_cache_manager.continue_prefix(request, hits, num_cached).num_tokens
+
     def unblock_request(self, request_id: str) -> None:
         """Let a BLOCKED request run. Unknown ids (aborted in the meantime) are ignored."""
         request = self.requests.get(request_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
 from minivllm import LLM
 from minivllm.engine.core import EngineCore
+from minivllm.multimodal.eyes.encoded_images import EncodedImages
+from minivllm.simulation.ranks import virtual_llm
 from tests.multimodal.models import KINDS, WITH_EXPERTS, make_tokenizer, save, save_llava, text_config
 
-MakeEngine = Callable[..., Any]
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] + ': ' + message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -59,8 +60,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def engine(directory: Path, **changes: Any) -> Iterator[LLM]:
-    """An uncompiled engine in this process; at its end nothing is left of any request."""
-    settings = {
+    """An uncompiled engine in this process, several workers of which are threads; at its end nothing is left
+    of any request."""
+    settings: dict[str, Any] = {
+        "model": str(directory),
         "device": "cpu",
         "dtype": "float32",
         "enforce_eager": True,
@@ -70,7 +73,8 @@ def engine(directory: Path, **changes: Any) -> Iterator[LLM]:
         "max_model_len": 512,
         **changes,
     }
-    with LLM(str(directory), **settings) as llm:
+    is_divided = {"tensor_parallel_size", "pipeline_parallel_size"} & changes.keys()
+    with (virtual_llm if is_divided else LLM)(**settings) as llm:
         yield llm
         core = core_of(llm)
         while core.has_work():
@@ -78,9 +82,16 @@ def engine(directory: Path, **changes: Any) -> Iterator[LLM]:
         core.scheduler.check_integrity()
         if core.encodings is not None:
             assert core.encodings.num_held_pixels == 0
-            assert core.encodings.num_bytes == core.executor.worker._images.num_bytes  # type: ignore[attr-defined]
+            assert {images.num_bytes for images in encoded_images(llm)} == {core.encodings.num_bytes}
             assert llm.llm_engine.images is not None and llm.llm_engine.images.num_kept == 0
 
 
 def core_of(llm: LLM) -> EngineCore:
     return llm.llm_engine.client.core  # type: ignore[attr-defined,no-any-return]
+
+
+def encoded_images(llm: LLM) -> list[EncodedImages]:
+    """Of each worker that has an eye."""
+    executor: Any = core_of(llm).executor
+    workers = getattr(executor, "workers", None) or [executor.worker]
+    return [worker._images for worker in workers if worker._images is not None]

@@ -47,6 +47,22 @@ def test_two_pictures_swapped_swap_the_answers(directories: dict[str, Path], kin
             assert answer(llm, text, images)[0] == wanted(directories[kind], text, images)
 
 
+def test_a_question_that_parts_from_another_one_inside_a_block_asks_for_no_pixels(
+    directories: dict[str, Path],
+) -> None:
+    """A copy of the block in which the image ends, and the beginning of the question after it, will do."""
+    directory, images = directories["smolvlm"], [picture(2, 60, 60)]
+    with engine(directory, encoder_cache_bytes=1) as llm:
+        # The last placeholder is token 116, and "What " ends before token 123.
+        answer(llm, "<s>A picture <image>What has it?", images)
+        answer(llm, "<s><image>", [picture(3)])
+        before = encodings(llm).num_encoded_units, encodings(llm).num_questions
+        tokens, num_cached = answer(llm, "<s>A picture <image>What was it?", images)
+        assert tokens == wanted(directory, "<s>A picture <image>What was it?", images)
+        assert num_cached == 123
+        assert (encodings(llm).num_encoded_units, encodings(llm).num_questions) == before
+
+
 def test_a_second_question_encodes_nothing_and_asks_for_nothing(directories: dict[str, Path]) -> None:
     image = picture(2, 60, 60)
     with engine(directories["smolvlm"]) as llm:
