@@ -145,13 +145,14 @@ class Worker:
 
         def free_bytes() -> int:
             free = cache_memory(self.device, utilization, self._profile_step)
-            if self._images is not None and self.config.images is not None:
-                free = max(0, free - self.config.images.encoder_cache_bytes)
             # The workers of a host share its memory, and each node has as many of them; a GPU has its own.
-            sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
+            has_own = self.policy.has_own_memory
+            sharing = 1 if has_own else self.config.tensor_parallel_size * self.config.data_parallel_size
+            if self._images is not None and self.config.images is not None:
+                free = max(0, free - sharing * self.config.images.encoder_cache_bytes)
             own, all_layers = len(self._model.cache_specs), self.facts.num_layers
             own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
-            return free if self.policy.has_own_memory else free * own // (sharing * all_layers)
+            return free if has_own else free * own // (sharing * all_layers)
 
         kept_bytes = bytes_of_draft_inputs(self.config, self._model)
         groups, origin = size_groups(self.config, self._new_groups(), free_bytes, kept_bytes)

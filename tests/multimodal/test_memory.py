@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from minivllm import SamplingParams
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.models.model import ImageRows
 from minivllm.multimodal.items import PixelTensors
-from tests.multimodal.conftest import core_of, engine
+from tests.multimodal.conftest import core_of, encoded_images, engine
 from tests.multimodal.models import expected, picture, prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -157,6 +158,27 @@ def test_memory_is_measured_with_images_in_every_row(directories: dict[str, Path
     (images,) = made
     assert [tensor.shape for tensor in (images.features, *images.deeper)] == [(48, 64)] * 3
     assert images.is_image.all()
+
+
+@pytest.mark.parametrize("workers", (1, 2))
+@pytest.mark.parametrize("division", ("tensor_parallel_size", "pipeline_parallel_size"))
+def test_what_workers_of_a_host_keep_of_images_is_taken_from_the_memory_that_they_share(
+    directories: dict[str, Path], division: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of the first stage keeps as much."""
+    free, cache_bytes = 6 * 2**20, 2**20
+    monkeypatch.setattr("minivllm.worker.worker.cache_memory", lambda *arguments: free)
+    sizes = {"num_gpu_blocks_override": None, "max_model_len": 1024, "encoder_cache_bytes": cache_bytes}
+    with engine(directories["smolvlm"], **sizes, max_num_seqs=64, **{division: workers}) as llm:
+        executor: Any = core_of(llm).executor
+        in_use = sum(
+            tensor.nbytes
+            for worker in executor.workers
+            for cache in worker.runner.paged_model.caches
+            for tensor in cache[:2]
+        )
+        in_use += cache_bytes * len(encoded_images(llm))
+    assert 0.95 * free < in_use <= free
 
 
 def test_bytes_of_an_image_count_all_levels(directories: dict[str, Path]) -> None:
