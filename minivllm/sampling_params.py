@@ -375,8 +375,8 @@ class SamplingParams(
         if self.allowed_token_ids is not None:
             _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a list with at least one id")
         for token, bias in (self.logit_bias or {}).items():
-            _number(f"logit_bias[{token}]", bias)
-            _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "from -100 to 100")
+            _number(f"logit_bias.{token}", bias)
+            _check(-100 <= bias <= 100, f"logit_bias.{token}", bias, "from -100 to 100")
         if self.best_of is not None:
             check_integer("best_of", self.best_of, self.n, MAX_N)
         for name, kind in (

@@ -9,24 +9,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.decoding import MAX_FILE_BYTES, Picture
+from minivllm.multimodal.decoding import MAX_FILE_BYTES, Measured
 from minivllm.multimodal.prompt_images import PromptImages
 
 IMAGE_PARTS = ("image_url", "image_pil")
 _DETAILS: Mapping[str, bool | None] = {"auto": None, "low": False, "high": True}
-"""What the first choice that an image has is set to: whether it is cut into tiles."""
+"""What the first choice that an image has is set to: whether it is cut into tiles. Images of many families
+have no choice. Some clients send "low" or "high" with every image, so it is ignored there, as vLLM does."""
 
 
 def take_images(
-    messages: Sequence[Any], images: PromptImages | None, no_images: str
-) -> tuple[list[Any], list[Picture]]:
+    messages: Sequence[Any], images: PromptImages | None, no_images: str, *, measures: bool = False
+) -> tuple[list[Any], list[Measured]]:
     """(messages, pictures): each part with an image has become ``{"type": "image"}``, as chat templates know
     it. For a model whose template knows none, the message's content has become a text with marks before it.
 
-    images: None for a model that reads text only, and no_images says why.
+    images: None for a model that reads text only, and no_images says why. measures: files are not decoded, so
+    what is returned for them are no pictures yet.
     Raises RequestError that names the part.
     """
-    pictures: list[Picture] = []
+    pictures: list[Measured] = []
     taken = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -36,7 +38,7 @@ def take_images(
         parts = []
         for number, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            name = f"messages[{index}].content[{number}]"
+            name = f"messages.{index}.content.{number}"
             if isinstance(kind, str) and kind.startswith("video"):
                 raise RequestError(
                     f"{name} is a video, which is not served: send some of its frames as images."
@@ -51,11 +53,11 @@ def take_images(
                     f"{name} is one image too many: at most {len(pictures)} images per request "
                     "(limit_mm_per_prompt)."
                 )
-            pictures.append(_picture(part, kind, name, images))
+            pictures.append(_picture(part, kind, name, images, measures))
             parts.append({"type": "image"})
         is_image = [isinstance(part, Mapping) and part.get("type") == "image" for part in parts]
         if images is not None and images.mark is not None and any(is_image):
-            name = f"messages[{index}].content"
+            name = f"messages.{index}.content"
             texts = [_text(part, name) for part, is_one in zip(parts, is_image) if not is_one]
             taken.append({**message, "content": images.mark * sum(is_image) + "\n".join(texts)})
         else:
@@ -71,7 +73,7 @@ def _text(part: Any, name: str) -> str:
     return text
 
 
-def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages) -> Picture:
+def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages, measures: bool) -> Measured:
     given = part.get(kind)
     if kind == "image_pil":
         return images.read_one(given, {}, name)
@@ -79,12 +81,9 @@ def _picture(part: Mapping[str, Any], kind: str, name: str, images: PromptImages
     if (detail or "auto") not in _DETAILS:
         raise RequestError(f"{name}: detail is {reprlib.repr(detail)}, but must be auto, low or high.")
     cuts = _DETAILS[detail or "auto"]
-    if cuts is not None and not images.options:
-        raise RequestError(
-            f"{name}: detail is {detail!r}, but images of this model have no choices: leave it out."
-        )
-    options = {} if cuts is None else {images.options[0]: cuts}
-    return images.read_one(read_data_url(url, name), options, name)
+    options = {} if cuts is None or not images.options else {images.options[0]: cuts}
+    read = images.measure_one if measures else images.read_one
+    return read(read_data_url(url, name), options, name)
 
 
 def read_data_url(url: Any, name: str) -> bytes:

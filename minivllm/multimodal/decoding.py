@@ -34,22 +34,31 @@ MEMO_ENTRIES = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """An image that a request brings. source: bytes of a file, or an image of PIL. options: see Expansion.
+class Measured:
+    """What the span of an image follows from: its header, if nothing else was read.
 
-    width, height: after the rotation that its EXIF data ask for. digest: of its pixels and options, 32 bytes.
+    width, height: after the rotation that its EXIF data ask for. options: see Expansion.
+    """
+
+    width: int
+    height: int
+    options: Mapping[str, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Picture(Measured):
+    """An image that a request brings. source: bytes of a file, or an image of PIL. digest: of its pixels and
+    options, 32 bytes.
+
     Compared by identity: a store keeps pictures as long as their requests do.
     """
 
     source: bytes | Image
-    width: int
-    height: int
     digest: bytes
-    options: Mapping[str, bool]
 
     def pixels(self) -> Image:
         """Decode it: RGB, rotated."""
-        return _rgb(_open(self.source) if isinstance(self.source, bytes) else self.source)
+        return _rgb(open_file(self.source) if isinstance(self.source, bytes) else self.source)
 
 
 class Pictures:
@@ -73,21 +82,21 @@ class Pictures:
                 f"{', '.join(FORMATS)} file."
             )
         _check_size(source.width, source.height, name)
-        return Picture(source, *self._facts(source, options, name), options)
+        width, height, digest = self._facts(source, options, name)
+        return Picture(width, height, options, source, digest)
 
     def _read_file(self, data: bytes, options: Mapping[str, bool], name: str) -> Picture:
-        if len(data) > MAX_FILE_BYTES:
-            raise RequestError(f"{name} has {len(data)} bytes, but may have at most {MAX_FILE_BYTES}.")
         key = hashlib.sha256(hashlib.sha256(data).digest() + _canonical(options)).digest()
         with self._lock:
             known = self._memo.get(key)
         if known is None:
-            known = self._facts(_open(data, name), options, name)
+            known = self._facts(open_file(data, name), options, name)
             with self._lock:
                 self._memo[key] = known
                 if len(self._memo) > MEMO_ENTRIES:
                     self._memo.popitem(last=False)
-        return Picture(data, *known, options)
+        width, height, digest = known
+        return Picture(width, height, options, data, digest)
 
     def _facts(self, image: Image, options: Mapping[str, bool], name: str) -> tuple[int, int, bytes]:
         """Decode an image: its width and height as it is shown, and its digest."""
@@ -96,10 +105,13 @@ class Pictures:
             return decoded.width, decoded.height, _digest(decoded, options)
 
 
-def _open(data: bytes, name: str = "The image") -> Image:
-    """The image of a file, of which only the header is read. Raises RequestError."""
+def open_file(data: bytes, name: str = "The image") -> Image:
+    """The image of a file, of which only the header is read. name: begins the sentence of errors. Raises
+    RequestError for what is not an image, or too large."""
     from PIL import Image, UnidentifiedImageError
 
+    if len(data) > MAX_FILE_BYTES:
+        raise RequestError(f"{name} has {len(data)} bytes, but may have at most {MAX_FILE_BYTES}.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images: they are refused below
         try:

@@ -15,11 +15,13 @@ from weakref import WeakValueDictionary
 from minivllm.config import ImagesConfig
 from minivllm.errors import ModelError, RequestError
 from minivllm.messages import ImageItem
-from minivllm.multimodal.decoding import Picture, Pictures
+from minivllm.multimodal.decoding import Measured, Picture, Pictures
 from minivllm.multimodal.decoding_room import DecodingRoom
 from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
+from minivllm.multimodal.measuring import measure
 from minivllm.multimodal.spans.families import make_expansion
+from minivllm.multimodal.spans.span import Span
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer
@@ -84,6 +86,11 @@ class PromptImages:
         with self._lock:
             return self._kept.setdefault(picture.digest, picture)
 
+    def measure_one(self, source: Any, options: Mapping[str, bool], name: str) -> Measured:
+        """Like ``read_one``, but no pixels of a file are decoded: enough to ``lay_out`` its span."""
+        is_file = isinstance(source, (bytes, bytearray))
+        return measure(bytes(source), options, name) if is_file else self.read_one(source, options, name)
+
     def _check_options(self, options: Any) -> Mapping[str, bool]:
         known = self._expansion.options
         if not isinstance(options or {}, Mapping):
@@ -124,8 +131,30 @@ class PromptImages:
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[ImageItem]]:
-        """The prompt with a span in the place of every placeholder.
-        Raises RequestError if there are more or fewer of them than pictures.
+        """The prompt with a span in the place of every placeholder. Raises RequestError as ``lay_out``."""
+        expanded, spans = self.lay_out(token_ids, pictures)
+        items = [
+            ImageItem(
+                digest=picture.digest,
+                offset=offset,
+                length=len(span.token_ids),
+                runs=span.runs,
+                unit_embeds=span.unit_embeds,
+                unit_shape=span.unit_shape,
+                num_units=span.num_units,
+                grid=span.grid,
+                sees_itself=self._expansion.sees_itself,
+                lines=span.lines,
+            )
+            for picture, (offset, span) in zip(pictures, spans)
+        ]
+        return expanded, items
+
+    def lay_out(
+        self, token_ids: Sequence[int], pictures: Sequence[Measured]
+    ) -> tuple[list[int], list[tuple[int, Span]]]:
+        """The prompt with a span in the place of every placeholder, and (position, span) of each.
+        Raises RequestError if there are more or fewer of them than pictures, or if one is too large.
 
         A model with a joined eye reads texts as it does without: then a placeholder is a token like others.
         """
@@ -138,7 +167,7 @@ class PromptImages:
                 f"{len(pictures)} images came with it: there must be one for each."
             )
         expanded: list[int] = []
-        items: list[ImageItem] = []
+        spans: list[tuple[int, Span]] = []
         waiting = iter(pictures)
         for token in token_ids:
             if token != self.config.placeholder:
@@ -146,27 +175,15 @@ class PromptImages:
                 continue
             picture = next(waiting)
             span = self._expansion.expand(picture.width, picture.height, picture.options, self._encode)
-            item = ImageItem(
-                digest=picture.digest,
-                offset=len(expanded),
-                length=len(span.token_ids),
-                runs=span.runs,
-                unit_embeds=span.unit_embeds,
-                unit_shape=span.unit_shape,
-                num_units=span.num_units,
-                grid=span.grid,
-                sees_itself=self._expansion.sees_itself,
-                lines=span.lines,
-            )
-            if item.num_embeds > self.config.most_embeds:
+            num_embeds = span.num_units * span.unit_embeds
+            if num_embeds > self.config.most_embeds:
                 raise RequestError(
-                    f"An image of {picture.width} × {picture.height} pixels has {item.num_embeds} "
-                    "embeddings, but the "
-                    f"engine holds at most {self.config.most_embeds}: make it smaller."
+                    f"An image of {picture.width} × {picture.height} pixels has {num_embeds} embeddings, but "
+                    f"the engine holds at most {self.config.most_embeds}: make it smaller."
                 )
-            items.append(item)
+            spans.append((len(expanded), span))
             expanded += span.token_ids
-        return expanded, items
+        return expanded, spans
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:

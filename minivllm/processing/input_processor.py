@@ -199,6 +199,7 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         parse_special_tokens: bool = False,
+        measures_images: bool = False,
     ) -> dict[str, Any]:
         """A conversation as a prompt, by the model's chat template.
 
@@ -206,6 +207,7 @@ class InputProcessor:
         instead. chat_template: takes the place of the model's. chat_template_kwargs: further names the
         template knows. add_special_tokens: also put around it what the tokenizer puts around texts.
         parse_special_tokens: special tokens that stand in the messages count as such instead of as text.
+        measures_images: files of images are not decoded, which is enough for ``expanded``.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -220,14 +222,16 @@ class InputProcessor:
                 f"messages is {_shown(messages)}, but must be a list of at least one message such as "
                 '{"role": "user", "content": "Hello"}.'
             )
-        messages, pictures = take_images(messages, self.images, self.config.no_images)
+        messages, pictures = take_images(
+            messages, self.images, self.config.no_images, measures=measures_images
+        )
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(
-                    f"messages[{index}] is {_shown(message)}, but must be a dictionary with a role and a "
+                    f"messages.{index} is {_shown(message)}, but must be a dictionary with a role and a "
                     "content."
                 )
-            _check_strings_inside(f"messages[{index}]", message)
+            _check_strings_inside(f"messages.{index}", message)
         text, token_ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -246,8 +250,8 @@ class InputProcessor:
     def expanded(self, prompt: Mapping[str, Any]) -> list[int]:
         """The token ids of what ``render_chat`` returned, with a span for each image."""
         token_ids: list[int] = prompt["prompt_token_ids"]
-        pictures = self._read_pictures(prompt)
-        return self.images.expand(token_ids, pictures)[0] if self.images is not None else token_ids
+        pictures = prompt.get("multi_modal_data", {}).get("image", [])
+        return token_ids if self.images is None else self.images.lay_out(token_ids, pictures)[0]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's defaults where it brings them (generation_config.json), else FALLBACK_SAMPLING."""
@@ -429,7 +433,7 @@ class InputProcessor:
             if stops:
                 self._require_tokenizer(name)
             for index, stop in enumerate(stops):
-                _check_text(f"{name}[{index}]", stop, MAX_STOP_STRING_LENGTH)
+                _check_text(f"{name}.{index}", stop, MAX_STOP_STRING_LENGTH)
         matchers: list[StopMatcher] = [StopAutomaton(params.stop)] if params.stop else []
         matchers += compile_stop_patterns(params.stop_regex)
         return FirstStop(matchers) if len(matchers) > 1 else matchers[0] if matchers else None
@@ -490,10 +494,10 @@ class InputProcessor:
         sequences: dict[tuple[int, ...], None] = {}
         for index, word in enumerate(bad_words):
             tokenizer = self._require_tokenizer("bad_words")
-            _check_text(f"bad_words[{index}]", word, MAX_BAD_WORD_LENGTH)
+            _check_text(f"bad_words.{index}", word, MAX_BAD_WORD_LENGTH)
             for variant in (word, " " + word.lstrip()):
                 token_ids = tokenizer.encode(variant, add_special_tokens=False)
-                self._check_token_ids(f"bad_words[{index}] as token ids", token_ids)
+                self._check_token_ids(f"bad_words.{index} as token ids", token_ids)
                 if token_ids:
                     sequences[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in sequences]
@@ -591,7 +595,7 @@ def _check_strings_inside(name: str, value: Any) -> None:
             _check_strings_inside(f"{name}.{key}", inner)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            _check_strings_inside(f"{name}[{index}]", inner)
+            _check_strings_inside(f"{name}.{index}", inner)
 
 
 def _shown(value: Any) -> str:

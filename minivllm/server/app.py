@@ -9,7 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm import __version__
-from minivllm.server.answers.chat_messages import have_images
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
 from minivllm.server.bodies.errors import documented, install_error_handlers, shutting_down
 from minivllm.server.bodies.json_bounds import JsonBounds
@@ -172,9 +171,7 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
     async def tokenize_endpoint(body: ops.TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         service.models.find(body.model)
-        has_images = service.sees and have_images(body.messages or [])
-        in_thread = service.in_image_thread if has_images else service.in_text_thread
-        return json_response(await in_thread(small.tokenize, service, body))
+        return json_response(await service.in_text_thread(small.tokenize, service, body))
 
     @app.post("/detokenize", responses={200: {"model": ops.DetokenizeResponse}, **READING}, tags=["tokens"])
     async def detokenize_endpoint(body: ops.DetokenizeRequest) -> Response:

@@ -76,7 +76,7 @@ def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
     compiled: list[StopPattern] = []
     room = MAX_ELEMENTS
     for index, pattern in enumerate(patterns):
-        name = f"stop_regex[{index}] is {reprlib.repr(pattern)}, but"
+        name = f"stop_regex.{index} is {reprlib.repr(pattern)}, but"
         if group_depth(pattern) > MAX_DEPTH:
             raise RequestError(f"{name} its groups lie too deep inside each other: simplify it.")
         try:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile, PngImagePlugin, WebPImagePlugin
 
 from minivllm.errors import RequestError
 from minivllm.multimodal.decoding import MAX_FILE_BYTES, Pictures
+from minivllm.multimodal.measuring import measure
 from tests.multimodal.conftest import engine
 from tests.multimodal.models import picture, prompt
 
@@ -24,11 +25,13 @@ def stored(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
     return file.getvalue()
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """Of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def png_of_size(width: int, height: int) -> bytes:
     """A PNG whose header claims this size, and which holds a few bytes."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
@@ -85,6 +88,59 @@ def test_rotation_by_exif_counts_and_broken_exif_does_not() -> None:
     assert turned.digest == pictures.read(image.transpose(Image.Transpose.ROTATE_270), {}).digest
     broken = pictures.read(stored(image, exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 40), {})
     assert broken.digest == pictures.read(image, {}).digest
+
+
+def turned(data: bytes, orientation: int, where: str) -> bytes:
+    """The PNG file, whose metadata say so, before its pixels or after them, or as XMP."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    xmp = f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="{orientation}"/></x:xmpmeta>'
+    name, content = b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")
+    if where == "xmp after":
+        name, content = b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp.encode()
+    place = 33 if where == "before" else len(data) - 12
+    assert data[12:16] == b"IHDR" and data[-8:-4] == b"IEND"
+    return data[:place] + chunk(name, content) + data[place:]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_measured_as_they_are_decoded(orientation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = picture(0, 40, 30)
+    files = {kind: stored(image, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")}
+    files |= {where: turned(stored(image), orientation, where) for where in ("before", "after", "xmp after")}
+    sizes = {
+        kind: (read.width, read.height)
+        for kind, data in files.items()
+        for read in [Pictures().read(data, {})]
+    }
+    assert set(sizes.values()) == {(30, 40) if orientation >= 5 else (40, 30)}
+
+    def load(image: Image.Image) -> None:
+        raise AssertionError("pixels are decoded")
+
+    for plugin in (ImageFile.ImageFile, PngImagePlugin.PngImageFile, WebPImagePlugin.WebPImageFile):
+        monkeypatch.setattr(plugin, "load", load)
+    for kind, data in files.items():
+        measured = measure(data, {})
+        assert (measured.width, measured.height) == sizes[kind], kind
+
+
+def test_what_cannot_be_measured() -> None:
+    with pytest.raises(RequestError, match="The image is no file of the formats"):
+        measure(b"hello", {})
+    with pytest.raises(RequestError, match="Image 3 has 8000 × 8000 pixels"):
+        measure(png_of_size(8000, 8000), {}, "Image 3")
+    with pytest.raises(RequestError, match="may have at most 20971520"):
+        measure(bytes(MAX_FILE_BYTES + 1), {})
+    for end in (20, 40, 60, -1):  # broken files have a size, or are refused
+        data = turned(stored(picture(0)), 6, "before")[:end]
+        try:
+            measured = measure(data, {})
+        except RequestError:
+            continue
+        assert {measured.width, measured.height} == {40, 30}
 
 
 def test_prompts_and_images_must_go_together(directories: dict[str, Path]) -> None:

@@ -52,7 +52,7 @@ def test_a_model_without_its_encoder_reads_text(directories: dict[str, Path]) ->
             ):
                 llm.generate(given)
         part = {"type": "image_pil", "image_pil": picture(0)}
-        with pytest.raises(RequestError, match=r"messages\[0\].content\[0\] is an image: at most 0 images"):
+        with pytest.raises(RequestError, match=r"messages\.0\.content\.0 is an image: at most 0 images"):
             llm.chat([{"role": "user", "content": [part]}])
         assert llm.llm_engine.client.core.executor.worker._images is None  # type: ignore[attr-defined]
 

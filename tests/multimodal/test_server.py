@@ -91,17 +91,43 @@ def test_a_response_sees_what_a_chat_completion_sees(server: Served) -> None:
         ({"file_id": "file-1"}, ".file_id", "stores none"),
         ({}, ".image_url", "is missing"),
         ({"image_url": "data:,", "detail": "original"}, ".detail", "'auto', 'low' or 'high'"),
-        ({"image_url": "https://example.org/a.png"}, None, "remote images are off"),
+        ({"image_url": "https://example.org/a.png"}, "", "remote images are off"),
     ],
 )
-def test_what_a_response_refuses(
-    server: Served, part: dict[str, Any], where: str | None, reason: str
-) -> None:
+def test_what_a_response_refuses(server: Served, part: dict[str, Any], where: str, reason: str) -> None:
     content = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", **part}]
     answer = httpx.post(f"{server.url}/v1/responses", json={"input": [{"role": "user", "content": content}]})
     error = answer.json()["error"]
     assert answer.status_code == 400 and reason in error["message"], error
-    assert where is None or error["param"] == f"input.0.content.1{where}"
+    assert error["param"] == f"input.0.content.1{where}" and error["param"] in error["message"]
+
+
+def test_tokens_are_counted_without_decoding(server: Served) -> None:
+    """Sizes are in the header, whatever comes after it."""
+    url = url_of(picture(7, 60, 60))
+    head, _, body = url.partition(",")
+    cut = f"{head},{body[: len(body) // 8 * 4]}"
+    counted = [
+        httpx.post(f"{server.url}/tokenize", json={"messages": [message(one)]}).json() for one in (url, cut)
+    ]
+    assert counted[0] == counted[1] and counted[0]["count"] > 100
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [message(cut)]})
+    assert answer.status_code == 400 and "cannot be decoded" in answer.json()["error"]["message"]
+
+
+def test_detail_is_ignored_where_images_have_no_choice(directories: dict[str, Path]) -> None:
+    """Clients send one with every image."""
+    engine = AsyncLLM.from_args(engine_args(directories["clip"]))
+    with serve_in_thread(lambda: engine) as running:
+        bodies = [
+            {"messages": [message(url_of(picture(0)), **more)], **GREEDY}
+            for more in ({}, {"detail": "auto"}, {"detail": "low"}, {"detail": "high"})
+        ]
+        url = f"{running.url}/v1/chat/completions"
+        answers = [httpx.post(url, json=body).json() for body in bodies]
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+        bad = {"messages": [message(url_of(picture(0)), detail="huge")], **GREEDY}
+        assert httpx.post(url, json=bad).json()["error"]["param"] == "messages.0.content.0.image_url.detail"
 
 
 def test_detail_is_the_number_of_tiles(server: Served) -> None:
@@ -125,8 +151,13 @@ def test_detail_is_the_number_of_tiles(server: Served) -> None:
     ],
 )
 def test_what_is_refused(server: Served, urls: list[str], reason: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [message(*urls)], **GREEDY})
-    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    body = {"messages": [{"role": "system", "content": "Look."}, message(*urls)]}
+    for path, more in (("/v1/chat/completions", GREEDY), ("/tokenize", {})):
+        answer = httpx.post(server.url + path, json={**body, **more})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and reason in error["message"], answer.text
+        assert error["param"] == f"messages.1.content.{len(urls) - 1}"
+        assert error["message"].startswith(error["param"])
 
 
 def test_placeholders_in_the_text_of_a_user_are_text(server: Served) -> None:

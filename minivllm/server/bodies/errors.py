@@ -167,13 +167,10 @@ def named_in(field: str) -> Iterator[None]:
 
 
 def _named_parameter(message: str) -> str | None:
-    """The field that a sentence of SamplingParams or InputProcessor begins with."""
-    word = message.split(" ", 1)[0].split("[", 1)[0]
-    return (
-        word
-        if word in SamplingParams.__struct_fields__ or word in ("priority", "cache_salt", "prompt")
-        else None
-    )
+    """The field that a sentence of SamplingParams or InputProcessor begins with, and where it is inside."""
+    path = message.split(" ", 1)[0].rstrip(":")
+    known = *SamplingParams.__struct_fields__, "priority", "cache_salt", "prompt", "messages"
+    return path if path.split(".", 1)[0] in known else None
 
 
 def error_response(error: ApiError) -> Response:

@@ -70,7 +70,7 @@ def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.To
             service.chat_template,
             trusts_templates=service.settings.trust_request_chat_template,
         )
-        rendered = service.engine.render_chat(messages, **options)
+        rendered = service.engine.render_chat(messages, **options, measures_images=True)
         token_ids = service.engine.expanded(rendered)
     return protocol.TokenizeResponse(
         count=len(token_ids),

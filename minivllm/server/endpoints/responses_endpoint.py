@@ -9,14 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from minivllm.errors import MinivllmError
 from minivllm.server.answers.response_items import ResponseItems
 from minivllm.server.answers.response_messages import FUNCTION_FIELDS, ChatForm
 from minivllm.server.answers.streaming import event_frame
-from minivllm.server.bodies.errors import ApiError, validation_error
+from minivllm.server.bodies.errors import ApiError, to_api_error, validation_error
 from minivllm.server.bodies.ids import new_id
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.protocol import responses as protocol
-from minivllm.server.protocol.chat import ChatCompletionRequest
+from minivllm.server.protocol.chat import ChatCompletionRequest, Delta, TokenLogprob
 from minivllm.server.service.service import Service
 
 
@@ -26,7 +27,7 @@ class ResponseRun:
     def __init__(self, service: Service, request: protocol.ResponseRequest) -> None:
         self._service = service
         self._request = request
-        form = ChatForm(request)
+        self._form = form = ChatForm(request)
         try:
             self._chat = ChatRun(service, ChatCompletionRequest.model_validate(form.values))
         except ValidationError as error:  # what only shows when the items are put together
@@ -43,14 +44,14 @@ class ResponseRun:
 
     async def complete(self) -> protocol.ResponseObject:
         """The whole response at once."""
-        async with aclosing(self._chat.deltas()) as deltas:
+        async with aclosing(self._deltas()) as deltas:
             async for delta, logprobs in deltas:
                 self._items.add(delta, logprobs)
         return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Frames of typed events: created, in_progress, the items' own, completed or incomplete."""
-        async with aclosing(self._chat.deltas()) as deltas:
+        async with aclosing(self._deltas()) as deltas:
             async for delta, logprobs in deltas:
                 if self._num_events == 0:
                     self._tell("response.created", response=self._object("in_progress"))
@@ -61,6 +62,15 @@ class ResponseRun:
         response = await self._end()
         self._tell(f"response.{response['status']}", response=response)
         yield self._take_frames()
+
+    async def _deltas(self) -> AsyncGenerator[tuple[Delta, list[TokenLogprob] | None], None]:
+        """Those of the chat completion, whose errors name the fields of the response."""
+        try:
+            async with aclosing(self._chat.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except (ApiError, MinivllmError) as error:
+            raise self._form.renamed(to_api_error(error)) from None
 
     def error_frames(self, error: ApiError) -> bytes:
         """How a stream ends that fails in the middle."""
