@@ -61,14 +61,16 @@ CASES |= {
         pytest.param("qwen3-vl", "n-gram drafts", id="n-gram drafts, deeper features"),
         pytest.param("qwen3.5", "TP 2 and PP 2", id="TP 2 and PP 2, states"),
         *(
-            pytest.param("qwen2.5-vl", case, marks=pytest.mark.slow, id=f"{case}, positions in space")
+            pytest.param(kind, case, marks=pytest.mark.slow, id=f"{case}, {what}")
+            for kind, what in (
+                ("qwen2.5-vl", "positions in space"),
+                ("qwen3-vl", "deeper features"),
+                ("qwen3.5", "states"),
+                ("llava-next", "lines of tiles"),
+                ("llava-onevision", "resized lines of tiles"),
+            )
             for case in COMPILED
         ),
-        *(
-            pytest.param("qwen3-vl", case, marks=pytest.mark.slow, id=f"{case}, deeper features")
-            for case in COMPILED
-        ),
-        pytest.param("qwen3.5", "compiled, PP 2", marks=pytest.mark.slow, id="compiled, PP 2, states"),
     ],
 )
 def test_answers_are_those_of_transformers(directories: dict[str, Path], kind: str, case: str) -> None:

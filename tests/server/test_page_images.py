@@ -194,9 +194,10 @@ def test_images_are_sent_with_every_message_that_follows_and_not_kept(tmp_path: 
     images.urls.clear(); // as in a later visit
     openChat(chats.all()[0]);
     const shown = $("log").children[0].children;
+    const untitled = chatTitle({ messages: [{ role: "user", content: "", images: ["1", "2"] }], draft: "" });
     await send("And?");
     const sent = bodies.map((body) => body.messages.filter((one) => one.role === "user").map((one) => one.content));
-    console.log(JSON.stringify({ sent, kept, shown: shown.map((one) => one.children || one), stored: localStorage.text }));
+    console.log(JSON.stringify({ sent, kept, shown: shown.map((one) => one.children || one), untitled, stored: localStorage.text }));
     process.exit(0);
     """
     browser = Path(__file__).with_name("page_without_browser.js").read_text(encoding="utf-8")
@@ -212,10 +213,11 @@ def test_images_are_sent_with_every_message_that_follows_and_not_kept(tmp_path: 
         [with_text, "More?"],
         [with_text, "More?", [second]],
         [with_text, "More?", [second]],
-        ["What?", "More?", "", "And?"],
+        ["[1 image, no longer here]\nWhat?", "More?", "[1 image, no longer here]", "And?"],
     ]
     assert told["kept"] == 1, "what the server refused waits to be sent again"
     assert told["shown"] == [["1 image sent, no longer here"], "What?"]
+    assert told["untitled"] == "2 images"
     assert "base64" not in told["stored"]
 
 

@@ -158,7 +158,7 @@ async function answer(text, attached = []) {
   for (const [id, name] of sampling) if ($(id).value !== "") body[name] = Number($(id).value);
   const mine = chat, before = mine.messages; // another chat may be shown before the answer ends
   const mySaid = { role: "user", content: text, ...(attached.length && { images: attached }) };
-  body.messages = [...before, mySaid].map((one) => ({ role: one.role, content: contentOf(one.content, images.found(one.images)) }));
+  body.messages = [...before, mySaid].map((one) => ({ role: one.role, content: images.contentWith(one) }));
   const question = addMessage("user", "You", ...thumbnails(attached), text), [element, view, thoughts, foot] = addAnswer();
   const start = performance.now();
   let content = "", reasoning = "", unseen = "", frame = null, first = null, usage = null, reason = null;

@@ -22,8 +22,9 @@ const isChat = (one) => Boolean(one) && isText(one.id) && isText(one.draft) && A
   && one.messages.every(isMessage);
 
 function chatTitle(chat) {
-  const first = (chat.messages.length ? chat.messages[0].content : chat.draft).replace(/\s+/g, " ").trim();
-  return first.length > MOST_TITLE ? first.slice(0, MOST_TITLE - 1) + "…" : first || "New chat";
+  const [{ content, images = [] } = { content: chat.draft }] = chat.messages;
+  const first = content.replace(/\s+/g, " ").trim() || (images.length ? counted(images.length, "image") : "New chat");
+  return first.length > MOST_TITLE ? first.slice(0, MOST_TITLE - 1) + "…" : first;
 }
 
 /** All conversations, the last changed one first. */

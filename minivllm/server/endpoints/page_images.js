@@ -27,11 +27,13 @@ function imageProblem(name, card, type, bytes, width, height, sent) {
   return "";
 }
 
-/** The content of a message as the server takes it: its text, or parts if there are images. */
-function contentOf(text, urls) {
-  if (!urls.length) return text;
+/** The content of a message as the server takes it: its text, or parts if there are images. gone: how many more there
+ * were, which the model is told of: an answer may be about them. */
+function contentOf(text, urls, gone = 0) {
+  const said = [gone && `[${counted(gone, "image")}, no longer here]`, text].filter(Boolean).join("\n");
+  if (!urls.length) return said;
   const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
-  return text ? [...images, { type: "text", text }] : images;
+  return said ? [...images, { type: "text", text: said }] : images;
 }
 
 /** Images of this window, by their numbers, which is all that a kept chat has of them. */
@@ -49,6 +51,12 @@ class Images {
 
   /** Those that are still here. */
   found(numbers) { return (numbers || []).filter((number) => this.urls.has(number)).map((number) => this.urls.get(number)); }
+
+  /** The content of a message of a chat as the server takes it. */
+  contentWith({ content, images: numbers }) {
+    const urls = this.found(numbers);
+    return contentOf(content, urls, (numbers || []).length - urls.length);
+  }
 
   takeNext() { return this.next.splice(0); }
 
