@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,4 +80,30 @@ with SharedParts(Path({str(tmp_path)!r})) as shared:
         with SharedParts(tmp_path) as next_one:
             assert {*tmp_path.iterdir()} == {living.folder, next_one.folder}
         assert living.folder.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_being_made_is_not_taken_for_one_that_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank begins to build between the making of the folder and its lock."""
+    make, others = tempfile.mkdtemp, list[threading.Thread]()
+    folders = list[Path]()
+
+    def enter() -> None:
+        with SharedParts(tmp_path) as parts:
+            folders.append(parts.folder)
+
+    def interrupted(**where: Any) -> str:
+        folder = make(**where)
+        if not others:
+            others.append(threading.Thread(target=enter))
+            others[0].start()
+            others[0].join(1.0)  # it waits
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    with SharedParts(tmp_path) as parts:
+        others[0].join()
+        assert parts.folder.is_dir() and len(folders) == 1
     assert not list(tmp_path.iterdir())

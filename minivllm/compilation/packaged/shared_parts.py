@@ -59,13 +59,14 @@ class SharedParts:
 
     def __enter__(self) -> SharedParts:
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in self._directory.glob("building-*"):
-            with contextlib.suppress(OSError), (left / "lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its build is alive
-                shutil.rmtree(left, ignore_errors=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="building-", dir=self._directory))
-        self._lock = (self.folder / "lock").open("a")
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        with _alone_in(self._directory):
+            for left in self._directory.glob("building-*"):
+                with contextlib.suppress(OSError), (left / "lock").open("a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its build is alive
+                    shutil.rmtree(left, ignore_errors=True)
+            self.folder = Path(tempfile.mkdtemp(prefix="building-", dir=self._directory))
+            self._lock = (self.folder / "lock").open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -141,6 +142,19 @@ class SharedParts:
             patch.object(codecache, "_precompile_header", header),
         ):
             yield {"aot_inductor.precompile_headers": has_headers}
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Other processes wait here: a folder that has no lock yet looks like one that was left. Where
+    directories cannot be locked (some network file systems), none waits."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _interface() -> str:
