@@ -142,6 +142,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue a conversation, told as items; nothing is stored."""
         return await generated(request, ResponseRun(service, body), body.stream)
 
+    counted = {200: {"model": items.InputTokens}, **READING, **documented(429)}
+
+    @app.post("/v1/responses/input_tokens", responses=counted, tags=["tokens"])
+    async def input_tokens(body: items.ResponseRequest) -> Response:
+        """How many tokens the input of such a response has."""
+        return json_response(await ResponseRun(service, body).count())
+
 
 def _add_pooling(app: FastAPI, service: Service) -> None:
     @app.post(

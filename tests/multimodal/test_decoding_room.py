@@ -187,15 +187,17 @@ def test_images_beyond_the_bound_are_refused_while_texts_are_answered(
                 held.enter_context(images._room.taken(1))
             answers = [pool.submit(ask, message(url_of(picture(number)))) for number in range(2)]
             wait_until(lambda: images._room.num_waiting == 2)
-            answers.append(pool.submit(ask, message(url_of(picture(2))), path="/tokenize"))
+            answers.append(pool.submit(ask, message(url_of(picture(2)))))
             wait_until(lambda: frontend._image_threads._work_queue.qsize() == 1)
+            refused = ask(message(url_of(picture(3))))
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            error = refused.json()["error"]
+            assert error["code"] == "queue_full" and error["type"] == "rate_limit_error"
+            assert "3 requests with images wait for these to be decoded. Try again in" in error["message"]
             for path in ("/v1/chat/completions", "/tokenize"):
-                refused = ask(message(url_of(picture(3))), path=path)
-                assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-                error = refused.json()["error"]
-                assert error["code"] == "queue_full" and error["type"] == "rate_limit_error"
-                assert "3 requests with images wait for these to be decoded. Try again in" in error["message"]
                 assert ask({"role": "user", "content": "Hello"}, path=path).status_code == 200
+            counted = ask(message(url_of(picture(3))), path="/tokenize")
+            assert counted.status_code == 200, "counting decodes nothing"
             assert not any(answer.done() for answer in answers)
         assert [answer.result(60).status_code for answer in answers] == [200] * 3
     assert ask(message(url_of(picture(3)))).status_code == 200

@@ -115,6 +115,27 @@ def test_tokens_are_counted_without_decoding(server: Served) -> None:
     assert answer.status_code == 400 and "cannot be decoded" in answer.json()["error"]["message"]
 
 
+def test_input_tokens_are_counted_without_decoding(server: Served) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    (model,) = client.models.list().data
+    head, _, body = url_of(picture(7, 60, 60)).partition(",")
+    text = {"type": "input_text", "text": "What is it?"}
+    for url, more in ((f"{head},{body}", {}), (f"{head},{body[: len(body) // 8 * 4]}", {"detail": "low"})):
+        content = [{"type": "input_image", "image_url": url, **more}, text]
+        asked: Any = [{"role": "user", "content": content}]
+        counted = client.responses.input_tokens.count(model=model.id, input=asked, instructions="Look.")
+        told = {"messages": [{"role": "system", "content": "Look."}, message(url, **more)]}
+        assert counted.input_tokens == httpx.post(f"{server.url}/tokenize", json=told).json()["count"]
+    response = client.responses.create(model=model.id, input="Hello", max_output_tokens=16)
+    counted = client.responses.input_tokens.count(model=model.id, input="Hello")
+    assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
+    part = {"type": "input_image", "image_url": "https://example.org/a.png"}
+    refused = httpx.post(
+        f"{server.url}/v1/responses/input_tokens", json={"input": [{"role": "user", "content": [part]}]}
+    )
+    assert refused.json()["error"]["param"] == "input.0.content.0"
+
+
 def test_detail_is_ignored_where_images_have_no_choice(directories: dict[str, Path]) -> None:
     """Clients send one with every image."""
     engine = AsyncLLM.from_args(engine_args(directories["clip"]))

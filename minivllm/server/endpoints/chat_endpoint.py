@@ -68,6 +68,12 @@ class ChatRun(CompletionRun):
             trusts_templates=service.settings.trust_request_chat_template,
         )
 
+    def num_prompt_tokens(self) -> int:
+        """As generation counts them; images are measured, not decoded. To be called in the text thread."""
+        engine = self._service.engine
+        rendered = engine.render_chat(self._messages, **self._template_options, measures_images=True)
+        return len(engine.expanded(rendered))
+
     async def deltas(self) -> AsyncGenerator[tuple[chat.Delta, list[chat.TokenLogprob] | None], None]:
         """New parts of the answer, for endpoints of another form; logprobs go with the first text."""
         gathered: list[chat.TokenLogprob] = []

@@ -42,6 +42,14 @@ class ResponseRun:
         self._num_events = 0
         self._items = ResponseItems(self._tell)
 
+    async def count(self) -> protocol.InputTokens:
+        """Its input, without an answer."""
+        try:
+            count = await self._service.in_text_thread(self._chat.num_prompt_tokens)
+        except (ApiError, MinivllmError) as error:
+            raise self._form.renamed(to_api_error(error)) from None
+        return protocol.InputTokens(object="response.input_tokens", input_tokens=count)
+
     async def complete(self) -> protocol.ResponseObject:
         """The whole response at once."""
         async with aclosing(self._deltas()) as deltas:

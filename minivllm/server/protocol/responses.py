@@ -361,6 +361,11 @@ class OutputItem(TypedDict):
     input: NotRequired[str]
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseUsage(TypedDict):
     """output_tokens_details: reasoning_tokens."""
 

@@ -20,7 +20,7 @@ from minivllm.server.service.settings import with_images
 
 FORWARDED = {
     "GET": ("/v1/models", "/v1/models/{name:path}", "/version"),
-    "POST": ("/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"),
+    "POST": ("/v1/embeddings", "/v1/score", "/tokenize", "/detokenize", "/v1/responses/input_tokens"),
 }
 """Paths that a decode server answers alone."""
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
