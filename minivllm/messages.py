@@ -102,8 +102,14 @@ class ImageItem(msgspec.Struct, frozen=True):
 
     @property
     def num_embeds(self) -> int:
-        """Encoded ones. There are as many placeholders, except where they become lines."""
+        """Encoded ones."""
         return self.unit_embeds * self.num_units
+
+    @property
+    def num_kept(self) -> int:
+        """Embeddings that are kept when all units are encoded: one for each placeholder. As many as there
+        were, except where they become lines."""
+        return sum(count for _, count in self.runs)
 
     @property
     def unit_bytes(self) -> int:
@@ -124,14 +130,16 @@ class ImageItem(msgspec.Struct, frozen=True):
 
 
 class UnitsToEncode(msgspec.Struct, frozen=True):
-    """Units of an image of num_embeds embeddings, from number ``first`` on.
-    pixels: uint8 [units, channels, height, width], which is ``shape``."""
+    """Units of an image that takes the room of num_embeds embeddings, from number ``first`` on.
+    pixels: uint8 [units, channels, height, width], which is ``shape``. lines: what all embeddings become with
+    these units; None where they stay what they are, or where more units follow."""
 
     digest: bytes
     first: int
     num_embeds: int
     shape: tuple[int, ...]
     pixels: bytes
+    lines: FeatureLines | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,11 +213,12 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     )
     if images is not None:
         logger.info(
-            "Images: up to %d in a prompt, of up to %d embeddings; a step encodes up to %d, and %.0f MiB are "
-            "kept.",
+            "Images: up to %d in a prompt, of up to %s embeddings (%.1f MiB); a step encodes up to %s, and "
+            "%.1f MiB are kept.",
             images.most_in_prompt,
-            images.most_embeds,
-            images.max_num_batched_embeds,
+            f"{images.most_embeds:,}",
+            images.most_embeds * images.bytes_per_embed / 2**20,
+            f"{images.max_num_batched_embeds:,}",
             images.encoder_cache_bytes / 2**20,
         )
     if config.expert_parallel:

@@ -30,6 +30,8 @@ class _Encoding:
     """An image that has room in the workers' cache."""
 
     item: ImageItem
+    num_embeds: int
+    """That have room. Those of an image that becomes lines take another one when all are encoded."""
     num_units: int = 0
     """Planned ones."""
     users: set[tuple[str, int]] = field(default_factory=set)
@@ -206,9 +208,9 @@ class Encodings:
         if entry is None or entry.num_units < item.num_units:
             if item.digest not in self._pixels:
                 self._want(item, is_urgent=True)
-            elif entry is None and self._make_room(item.num_embeds):
-                entry = self._cache[item.digest] = _Encoding(item)
-                self._num_embeds += item.num_embeds
+            elif entry is None and self._make_room(size := max(item.num_embeds, item.num_kept)):
+                entry = self._cache[item.digest] = _Encoding(item, size)
+                self._num_embeds += size
         if entry is None:
             return 0
         self._cache.move_to_end(item.digest)
@@ -227,19 +229,28 @@ class Encodings:
         return entry.num_units * size
 
     def _plan(self, entry: _Encoding, first: int) -> None:
-        digest, last, size = entry.item.digest, entry.num_units, entry.item.unit_bytes
-        pixels = self._pixels[digest]
-        data = memoryview(pixels.data)[first * size : last * size]
-        shape = (last - first, *pixels.shape[1:])
-        self._planned.append(UnitsToEncode(digest, first, entry.item.num_embeds, shape, bytes(data)))
+        item, last = entry.item, entry.num_units
+        pixels, size, is_whole = self._pixels[item.digest], item.unit_bytes, last == item.num_units
+        self._planned.append(
+            UnitsToEncode(
+                digest=item.digest,
+                first=first,
+                num_embeds=entry.num_embeds,
+                shape=(last - first, *pixels.shape[1:]),
+                pixels=bytes(memoryview(pixels.data)[first * size : last * size]),
+                lines=item.lines if is_whole else None,
+            )
+        )
         self.num_encoded_units += last - first
-        if last == entry.item.num_units:
-            del self._pixels[digest]
+        if is_whole:
+            del self._pixels[item.digest]
+            self._num_embeds += item.num_kept - entry.num_embeds
+            entry.num_embeds = item.num_kept
 
     def _make_room(self, num_embeds: int) -> bool:
         """Forget images without users, the oldest first, until there is room for so many embeddings."""
         unused = [(digest, entry) for digest, entry in self._cache.items() if not entry.users]
-        if self._num_embeds - sum(entry.item.num_embeds for _, entry in unused) + num_embeds > self._capacity:
+        if self._num_embeds - sum(entry.num_embeds for _, entry in unused) + num_embeds > self._capacity:
             return False
         for digest, _ in unused:
             if self._num_embeds + num_embeds <= self._capacity:
@@ -248,7 +259,7 @@ class Encodings:
         return True
 
     def _forget(self, digest: bytes) -> None:
-        self._num_embeds -= self._cache.pop(digest).item.num_embeds
+        self._num_embeds -= self._cache.pop(digest).num_embeds
         self._forgotten.append(digest)
         # An image can be forgotten in the step that was to encode it: a preempted request has left it.
         self._planned = [units for units in self._planned if units.digest != digest]
@@ -316,7 +327,7 @@ class Encodings:
         users = {request_id for entry in self._cache.values() for request_id, _ in entry.users}
         if not users <= running:
             raise RuntimeError(f"Requests use encoded images, but do not run: {sorted(users - running)}.")
-        held = sum(entry.item.num_embeds for entry in self._cache.values())
+        held = sum(entry.num_embeds for entry in self._cache.values())
         if not held == self._num_embeds <= self._capacity:
             raise RuntimeError(
                 f"The cache of encoded images holds {held} embeddings, but counts {self._num_embeds}, and "

@@ -79,7 +79,7 @@ def published(kind: str) -> tuple[AnyResolution, Any]:
     return AnyResolution({**config, "image_token_index": 2}, images.to_dict()), processor
 
 
-@pytest.mark.parametrize(("kind", "edge", "most"), [(KINDS[0], 336, 2885), (KINDS[1], 384, 27010)])
+@pytest.mark.parametrize(("kind", "edge", "most"), [(KINDS[0], 336, 2928), (KINDS[1], 384, 27010)])
 @settings(max_examples=300, deadline=None)
 @given(width=st.integers(1, 6000), height=st.integers(1, 6000))
 def test_lines_in_published_sizes(kind: str, edge: int, most: int, width: int, height: int) -> None:
@@ -87,7 +87,7 @@ def test_lines_in_published_sizes(kind: str, edge: int, most: int, width: int, h
     span = expansion.expand(width, height, {}, lambda text: [])
     expected = processor._get_number_of_features(height, width, edge, edge) - (kind == "llava-next")
     assert span.runs == [(0, expected)] and len(span.token_ids) == expected
-    assert span.num_units * span.unit_embeds <= expansion.most_embeds == most
+    assert max(expected, span.num_units * span.unit_embeds) <= expansion.most_embeds == most
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,9 @@ def test_a_video_is_refused(directories: dict[str, Path]) -> None:
             {"type": "video", "video": "film.mp4"},
             {"type": "video_url", "video_url": {"url": "a"}},
         ):
-            with pytest.raises(RequestError, match=r"content\[0\] is a video.*send some of its frames"):
+            with pytest.raises(
+                RequestError, match=r"messages\.0\.content\.0 is a video.*send some of its frames"
+            ):
                 llm.chat([{"role": "user", "content": [part]}])
         with pytest.raises(RequestError, match="multi_modal_data"):
             llm.generate({"prompt": "<s>", "multi_modal_data": {"video": []}})

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from minivllm import SamplingParams
 from minivllm.batch.step_inputs import StepInputs
+from minivllm.config import EngineArgs
+from minivllm.engine.resolve import resolve
+from minivllm.messages import FeatureLines
 from minivllm.models.model import ImageRows
+from minivllm.multimodal.eyes.llava_next import in_lines
 from minivllm.multimodal.items import PixelTensors
 from tests.multimodal.conftest import core_of, encoded_images, engine
 from tests.multimodal.models import expected, picture, prompt
@@ -179,6 +184,42 @@ def test_what_workers_of_a_host_keep_of_images_is_taken_from_the_memory_that_the
         )
         in_use += cache_bytes * len(encoded_images(llm))
     assert 0.95 * free < in_use <= free
+
+
+@pytest.mark.parametrize("kind", ("llava-next", "llava-onevision"))
+def test_lines_of_tiles_are_kept_in_place_of_the_tiles(
+    directories: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are laid once, however many steps read them."""
+    laid: list[FeatureLines] = []
+
+    def noted(embeds: Tensor, lines: FeatureLines) -> Tensor:
+        laid.append(lines)
+        return in_lines(embeds, lines)
+
+    monkeypatch.setattr("minivllm.multimodal.eyes.encoded_images.in_lines", noted)
+    text, images = "<s>Look at <image> and say", [picture(0, 47, 48)]
+    with engine(directories[kind], max_num_batched_tokens=16, encoder_cache_bytes=1) as llm:
+        config, encodings = llm.llm_engine.config.images, core_of(llm).encodings
+        assert config is not None and encodings is not None
+        (output,) = llm.generate(prompt(text, *images), GREEDY)
+        assert output.outputs[0].token_ids == expected(directories[kind], text, images, 4)[0]
+        num_kept = output.prompt_token_ids.count(config.placeholder)
+        assert encodings.num_bytes == num_kept * 64 * 4
+        assert num_kept != encodings.num_encoded_units * config.unit_embeds <= config.most_embeds
+    assert len(laid) == 1
+
+
+def test_the_size_of_the_largest_image_is_logged(
+    directories: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="minivllm"):
+        resolve(EngineArgs(model=str(directories["llava-onevision"]), device="cpu", dtype="float32"))
+    (told,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Images: ")]
+    # 9 tiles and the whole image, of 16 features and a newline each, of 64 numbers.
+    largest = 10 * 17 * 64 * 4 / 2**20
+    assert f"of up to 170 embeddings ({largest:.1f} MiB); a step encodes up to " in told
+    assert told.endswith(f"and {2 * largest:.1f} MiB are kept.")
 
 
 def test_bytes_of_an_image_count_all_levels(directories: dict[str, Path]) -> None:

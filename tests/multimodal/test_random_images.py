@@ -41,6 +41,10 @@ class Worker(SimulatedWorker):
             assert sent.first == len(first), "units come in their order"
             first |= set(range(sent.first, sent.first + sent.shape[0]))
             self.num_embeds[sent.digest] = sent.num_embeds
+            if sent.lines is not None:
+                name, num_units = sent.digest[:2]
+                assert len(first) == num_units and sent.num_embeds >= placeholders_in_lines(name, num_units)
+                self.num_embeds[sent.digest] = placeholders_in_lines(name, num_units)
         result = super().execute(step)
         for request_id, count in step.num_scheduled_tokens.items():
             known = self.requests[request_id]
@@ -59,6 +63,10 @@ class Worker(SimulatedWorker):
                     needed = {unit} if item.lines is None else set(range(item.num_units))
                     assert needed <= self.units.get(item.digest, set()), "a token without its embedding"
                 number += count
+
+
+def placeholders_in_lines(name: int, num_units: int) -> int:
+    return num_units * UNIT + name % 4 - 2
 
 
 def digest_pixels(digest: bytes, num_units: int) -> bytes:
@@ -80,7 +88,7 @@ def random_images(chance: Random, kind: str) -> tuple[list[int], list[ImageItem]
         lines = None
         if kind == "lines":
             lines = FeatureLines((1, num_units), (0, 0), (1, 1))
-            runs = [(1, num_units * UNIT + name % 4 - 2)]
+            runs = [(1, placeholders_in_lines(name, num_units))]
             span = [0, *[4] * runs[0][1], 1]
         items.append(
             ImageItem(
@@ -112,12 +120,12 @@ def run(seed: int, num_requests: int, *, kind: str, depth: int) -> Encodings:
         unit_embeds=UNIT,
         unit_shape=SHAPE,
         least_unit_shape=SHAPE,
-        most_embeds=3 * UNIT,
+        most_embeds=3 * UNIT + 1,
         bytes_per_embed=8,
         most_in_prompt=2,
         least_batched_tokens=0,
         max_num_batched_embeds=chance.choice((UNIT, 4 * UNIT)),
-        encoder_cache_bytes=8 * chance.choice((3, 4, 12)) * UNIT,
+        encoder_cache_bytes=8 * (1 + chance.choice((3, 4, 12)) * UNIT),
         pixel_bytes=chance.choice((1, 24, 1000)),
     )
     manager = KVCacheManager(
@@ -171,7 +179,7 @@ def run(seed: int, num_requests: int, *, kind: str, depth: int) -> Encodings:
         assert encodings.num_bytes <= images.encoder_cache_bytes
     held = sum(worker.num_embeds[digest] for digest in worker.units)
     unsent = sum(
-        encodings._cache[digest].item.num_embeds for digest in encodings._cache if digest not in worker.units
+        encodings._cache[digest].num_embeds for digest in encodings._cache if digest not in worker.units
     )
     assert encodings.num_bytes == 8 * (held + unsent)
     for digest in list(questions):  # of requests that are gone

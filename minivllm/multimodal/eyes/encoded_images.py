@@ -56,12 +56,15 @@ class EncodedImages:
                 done += count
 
     def _keep(self, units: UnitsToEncode, encoded: Tensor) -> None:
-        """encoded: [units, embeds, levels · hidden]."""
+        """encoded: [units, embeds, levels · hidden], whose memory is not kept."""
         kept = self._embeds.get(units.digest)
         if kept is None:
             kept = self._embeds[units.digest] = encoded.new_empty(units.num_embeds, self._width)
         size = encoded.shape[1]
-        kept[units.first * size : (units.first + len(encoded)) * size] = encoded.flatten(0, 1)
+        end = (units.first + len(encoded)) * size
+        kept[units.first * size : end] = encoded.flatten(0, 1)
+        if units.lines is not None:
+            self._embeds[units.digest] = in_lines(kept[:end], units.lines)
 
     def has_rows(self, rows: Sequence[Row]) -> bool:
         """Whether a token of these rows stands for a part of an image."""
@@ -87,10 +90,7 @@ class EncodedImages:
                     if begin < end:
                         start = number + begin - item.offset - first
                         place = slice(first_token + begin - row.start, first_token + end - row.start)
-                        embeds = self._embeds[item.digest]
-                        if item.lines is not None:
-                            embeds = in_lines(embeds, item.lines)
-                        embeds = embeds[start : start + end - begin]
+                        embeds = self._embeds[item.digest][start : start + end - begin]
                         features[:, place] = embeds.unflatten(1, (self._levels, -1)).transpose(0, 1)
                         is_image[place] = True
                     number += count

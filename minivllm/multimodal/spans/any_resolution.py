@@ -13,6 +13,8 @@ from minivllm.multimodal.spans.span import Encode, Options, Span, image_token
 _STRATEGIES: Mapping[str, str] = {"clip_vision_model": "default", "siglip_vision_model": "full"}
 """Image encoder -> the strategy that selects its patches alone. CLIP has a token of the whole image first."""
 _MAX_TILES = "anyres_max_"
+_MOST_RATIO = 1.1
+"""Of a side of an image's features to that which they should have; above, they are resized."""
 
 
 class AnyResolution:
@@ -31,12 +33,19 @@ class AnyResolution:
         self._edge = int(size.get("height") or size["shortest_edge"])
         _check_encoder(config, self._edge, "clip_vision_model" if is_next else "siglip_vision_model")
         self._side = self._edge // int(config["vision_config"]["patch_size"])
-        self._most_tiles = None if is_next else _most_tiles(config)
+        self._most_tiles = math.inf if is_next else _most_tiles(config)
         self._sizes = _tile_sizes(processor["image_grid_pinpoints"], self._edge)
         self.unit_embeds = self._side**2 + 1  # the last one is the newline
         self.unit_shape = self.least_unit_shape = 3, self._edge, self._edge
-        self.most_embeds = self.unit_embeds * (1 + max(rows * columns for rows, columns in self._sizes))
+        self.most_embeds = max(map(self._most_room, self._sizes))
         self.placeholder = image_token(config)
+
+    def _most_room(self, tiles: tuple[int, int]) -> int:
+        """Embeddings of an image of so many tiles, as they are encoded or in lines."""
+        rows, columns = tiles
+        shown = min(rows * columns, self._most_tiles * _MOST_RATIO**2)
+        in_lines = self._side**2 * (1 + shown) + self._side * rows
+        return max(self.unit_embeds * (1 + rows * columns), math.floor(in_lines))
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles: those that show most of the image's pixels, and of these the fewest."""
@@ -59,14 +68,13 @@ class AnyResolution:
         else:
             left = (columns - int(round(width * (rows / height), 7))) // 2
         rows, columns = rows - 2 * top, columns - 2 * left
-        if self._most_tiles is not None:
-            ratio = math.sqrt(rows * columns / (self._most_tiles * self._side**2))
-            if ratio > 1.1:
-                rows, columns = int(rows // ratio), int(columns // ratio)
-                if rows * columns == 0:
-                    raise RequestError(
-                        f"An image of {width} × {height} pixels is too narrow: no line of features is left."
-                    )
+        ratio = math.sqrt(rows * columns / (self._most_tiles * self._side**2))
+        if ratio > _MOST_RATIO:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+            if rows * columns == 0:
+                raise RequestError(
+                    f"An image of {width} × {height} pixels is too narrow: no line of features is left."
+                )
         return FeatureLines(tiles, (top, left), (rows, columns))
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
