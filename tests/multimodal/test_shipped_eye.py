@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,24 @@ def test_the_engine_answers_as_llava_of_transformers(smollm2_path: Path) -> None
                     eos_token_id=2,
                 )
             assert answer[0, ids.shape[1] :].tolist() == output.outputs[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"))
+def test_several_workers_answer_as_one(smollm2_path: Path, division: str) -> None:
+    images = [image for _, image in read_sheet(FOLDER / "unseen")][:4]
+    messages = []
+    for image in images:
+        parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": WHAT[0]}]
+        messages.append([{"role": "user", "content": parts}])
+    settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    answers = []
+    for workers in (1, 3 if division == "tensor_parallel_size" else 2):  # it has 3 heads of keys and values
+        settings |= {"num_gpu_blocks_override": 64, "dtype": "float32", division: workers}
+        with LLM(str(smollm2_path), eye=str(FOLDER), device="cpu", **settings) as llm:
+            outputs = llm.chat(messages, GREEDY, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
 
 
 def test_the_chat_sends_a_picture(llm: LLM, tmp_path: Path) -> None:
