@@ -190,3 +190,19 @@ def test_an_engine_that_loads_blocks_encodes_only_an_image_that_reaches_into_the
         other = covered[0], [picture(3)]
         check(llm, directory, [other])
         assert counts(llm)[1] == 2
+
+
+@pytest.mark.parametrize("kind", ("clip", "qwen3-vl"))
+def test_an_image_whose_blocks_turn_out_to_be_broken_is_asked_for_after_all(
+    directories: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, asked = directories[kind], [("<s>Look at <image> and say what it is.", [picture(0)])]
+    with prefilled(directory, "SharedStorageConnector", tmp_path, asked, monkeypatch) as llm:
+        files = list((tmp_path / "stored").rglob("*.safetensors"))
+        for file in files:
+            file.write_bytes(file.read_bytes()[:-1])
+        assert files
+        check(llm, directory, asked)
+        assert counts(llm) == (1, 1)
+        (stats,) = llm.get_metrics().kv_transfer
+        assert stats.num_failed_blocks > 0
