@@ -303,7 +303,7 @@ class InputProcessor:
                 text = self.images.surrounded(text)
             self._check_num_characters(text, tokenizer)
             token_ids = tokenizer.encode(text)
-            self._check_token_ids("the tokenized prompt", token_ids)
+            self._check_token_ids("prompt.tokens", token_ids)
         if not token_ids:
             raise RequestError("The prompt has no tokens, but must have at least one.")
         return text, token_ids, cache_salt
@@ -346,7 +346,7 @@ class InputProcessor:
         for position, token in enumerate(token_ids):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise RequestError(
-                    f"{name}[{position}] is {_shown(token)}, but must be a whole number from 0 to "
+                    f"{name}.{position} is {_shown(token)}, but must be a whole number from 0 to "
                     f"{self._vocab_size - 1} (the model's vocabulary)."
                 )
 
@@ -497,7 +497,7 @@ class InputProcessor:
             _check_text(f"bad_words.{index}", word, MAX_BAD_WORD_LENGTH)
             for variant in (word, " " + word.lstrip()):
                 token_ids = tokenizer.encode(variant, add_special_tokens=False)
-                self._check_token_ids(f"bad_words.{index} as token ids", token_ids)
+                self._check_token_ids(f"bad_words.{index}.tokens", token_ids)
                 if token_ids:
                     sequences[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in sequences]

@@ -49,7 +49,7 @@ def assert_is_a_sentence(error: MinivllmError, *named: str) -> None:
 BAD_PROMPTS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "an empty text": ("", {}, ("prompt is empty", "at least one")),
     "no ids": ({"prompt_token_ids": []}, {}, ("no tokens", "at least one")),
-    "an id past the vocabulary": ({"prompt_token_ids": [5, 416]}, {}, ("[1]", "416", "0 to 415")),
+    "an id past the vocabulary": ({"prompt_token_ids": [5, 416]}, {}, (".1 is", "416", "0 to 415")),
     "a negative id": ({"prompt_token_ids": [-1]}, {}, ("-1", "0 to 415")),
     "a prompt that fills the context": ({"prompt_token_ids": [5] * MAX_MODEL_LEN}, {}, ("128",)),
     "a prompt longer than the context": ({"prompt_token_ids": [5] * 500}, {}, ("500", "128")),
