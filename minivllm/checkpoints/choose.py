@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME, has_other_head
 from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
-from minivllm.families.makers.registry import is_in_table
+from minivllm.families.makers.registry import find_family, is_in_table
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.plugins.plugin import import_object
 from minivllm.plugins.points import MODEL_IMPLEMENTATIONS
@@ -74,7 +74,14 @@ def choose_implementation(
     config = Path(model_path) / "config.json"
     entries = {**(read_json_object(config) if config.is_file() else {}), **(overrides or {})}
     architectures, model_type = entries.get("architectures") or [], entries.get("model_type")
-    if not config.is_file() or not isinstance(architectures, list) or is_in_table(architectures, model_type):
+    if not config.is_file() or not isinstance(architectures, list):
         return "minivllm", "its decoder knows this family"
+    if is_in_table(architectures, model_type):
+        text = entries.get("text_config")
+        kind = text.get("model_type") if isinstance(text, Mapping) else None
+        family = find_family(architectures, model_type, str(config))
+        if kind is None or not family.texts or kind in family.texts:
+            return "minivllm", "its decoder knows this family"
+        return "transformers", f"minivllm's own decoder does not know {model_type} with {kind}"
     named = ", ".join(map(str, architectures)) or str(model_type)
     return "transformers", f"minivllm's own decoder does not know {named}"

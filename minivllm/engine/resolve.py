@@ -119,7 +119,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         args,
         str(path if eye is None else eye),
         implementation=implementation,
-        hidden_size=facts.hidden_size if isinstance(facts, DecoderConfig) else 0,
+        hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         dtype=dtype,
         budget=token_budget,

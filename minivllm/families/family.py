@@ -112,6 +112,8 @@ class Family:
     hold them whole. whole_norms: ends of the names of norms that are stored whole all the same.
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
+    texts: model_type of the language models that are described here, where the family joins its encoder to
+    models of any family; empty: there is one, or none is joined.
     has_drafting_layers: checkpoints hold layers after the last one, which the model does not need:
     they guess further tokens (multi-token prediction).
     head_names: beginnings of the names of the tensors of an MTP head -> what the head has in their place, ""
@@ -146,6 +148,7 @@ class Family:
     whole_norms: tuple[str, ...] = ()
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     has_drafting_layers: bool = False
     head_names: Mapping[str, str] = field(default_factory=dict)
     gguf_renamed: Mapping[str, str] = field(default_factory=dict)

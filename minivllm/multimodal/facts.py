@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.config import EngineArgs, ImagesConfig
 from minivllm.errors import ModelError
-from minivllm.multimodal.spans.families import FAMILIES, deeper_levels, make_expansion
+from minivllm.multimodal.spans.families import FAMILIES, IN_SPACE, deeper_levels, make_expansion
 from minivllm.multimodal.spans.span import Expansion
 
 MOST_IMAGES = 8
@@ -97,7 +97,12 @@ def find_images(
         )
     if reason:
         return _without_images(args, reason)
-    expansion = make_expansion(str(family), config, processor, str(directory))
+    try:
+        expansion = make_expansion(str(family), config, processor, str(directory))
+    except ModelError as error:
+        if family in FAMILIES:
+            raise
+        return _without_images(args, str(error))
     least = _least_batched_tokens(args, expansion, max_num_seqs)
     if not 0 <= expansion.placeholder < vocab_size:
         reason = f"Images stand at token {expansion.placeholder}, but only {vocab_size} tokens are known."
@@ -174,10 +179,10 @@ def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation:
     family = config.get("model_type")
     if not _has_vision(config):
         return _NO_VISION
-    if family not in FAMILIES:
+    if family not in FAMILIES and implementation == "minivllm":
         return f"Images of models of type {family!r} are not served yet, those of {', '.join(FAMILIES)} are."
-    if implementation != "minivllm":
-        return "Images need minivllm's own layers: leave model_impl out."
+    if implementation != "minivllm" and family in IN_SPACE:
+        return "Tokens of its images are rotated by row and column, for which model_impl must be left out."
     if find_spec("PIL") is None:
         return "Images need Pillow: pip install 'minivllm[images]'."
     if most == 0:

@@ -72,6 +72,8 @@ class ModelImplementation(NamedTuple):
     """(model path, load format, overrides of config.json) -> ModelFacts."""
     loader: str
     """A class without arguments: a ``worker.loading.loader.ModelLoader``."""
+    eye: str = ""
+    """A function: the encoder of images of families that are not in ``multimodal.eyes``, if it has them."""
 
 
 MODEL_IMPLEMENTATIONS: Mapping[str, ModelImplementation] = MappingProxyType(
@@ -82,6 +84,7 @@ MODEL_IMPLEMENTATIONS: Mapping[str, ModelImplementation] = MappingProxyType(
         "transformers": ModelImplementation(
             "minivllm.transformers_models.describe.config:describe_transformers_model",
             "minivllm.transformers_models.loader:TransformersLoader",
+            "minivllm.transformers_models.eye:load_eye_parts",
         ),
     }
 )

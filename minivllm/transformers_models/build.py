@@ -3,9 +3,9 @@ its architecture, what its layers ask of attention, and its own constants."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from minivllm.errors import ConfigError, ModelError
 from minivllm.models.model import TokenInputs
 from minivllm.models.shards import OwnHeads
+from minivllm.specs.attention import AttentionSpec
 from minivllm.transformers_models.describe.config import TransformersConfig, one_sentence
 from minivllm.transformers_models.layers.attention import (
     ONE_AT_A_TIME,
@@ -28,12 +29,23 @@ from minivllm.transformers_models.trace.operators import LayerAttention, Step, S
 from minivllm.transformers_models.trace.trace import OwnTensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+_LOOKING_AHEAD: Mapping[str, Callable[[Any, AttentionSpec], bool]] = {
+    "gemma3": lambda config, spec: True,
+    "gemma4": lambda config, spec: (
+        config.text_config.use_bidirectional_attention == "vision" and spec.window is not None
+    ),
+}
+"""model_type -> (configuration, a layer's attention) -> whether tokens of an image see all of it there."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """model: on the meta device, its constants excepted. body: the module of it that computes hidden states.
+    language: the module of that which has the layers, another one only where a model also sees images.
+    eye: names, or their beginnings, of what such a model has for images alone: not in ``model`` any more.
 
     layers: what attention does, in the order of the calls. per_token: linear layers that see every token of a
     step just once, which is what adapters need. siblings: those of one block that read the same input.
@@ -41,6 +53,8 @@ class Architecture:
 
     model: PreTrainedModel
     body: nn.Module
+    language: PreTrainedModel
+    eye: tuple[str, ...]
     layers: tuple[LayerAttention, ...]
     per_token: frozenset[str]
     siblings: tuple[tuple[str, ...], ...]
@@ -51,14 +65,15 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
 
     Raises ModelError with the reason if it cannot run on the engine's attention.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     register_with_transformers()
+    described = config.load()
+    sees = described.get_text_config() is not described
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
         with ONE_AT_A_TIME, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config.load(), dtype=dtype, attn_implementation=PROBE
-            ).eval()
+            model = auto.from_config(described, dtype=dtype, attn_implementation=PROBE).eval()
     except ModelError:
         raise
     except Exception as error:  # a model class raises whatever building it raises
@@ -89,6 +104,9 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
         )
     model.set_attn_implementation(PAGED)
     _make_constants(model, device)
+    for name in probed.eye:
+        owner, _, own = name.removesuffix(".").rpartition(".")
+        setattr(model.get_submodule(owner), own, None)
     return probed
 
 
@@ -98,7 +116,8 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
     from transformers.pytorch_utils import Conv1D
 
     probe = _new_probe(model)
-    called: list[nn.Module] = []
+    called: list[PreTrainedModel] = []
+    used: set[nn.Module] = set()
     inputs: dict[str, list[Tensor]] = {}
     versions: dict[str, int] = {}
 
@@ -108,6 +127,7 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
 
     hooks = []
     for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda module, _: used.add(module)))
         if isinstance(module, PreTrainedModel) and module is not model:
             hooks.append(module.register_forward_pre_hook(lambda module, _: called.append(module)))
         elif isinstance(module, nn.Linear | Conv1D):
@@ -131,6 +151,9 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
             hook.remove()
     if not called:
         raise ModelError(f"{config.source}: {config.architecture} has no body apart from its head.")
+    layers = _looking_ahead(model.config, probe.layers)
+    sees = model.config.get_text_config() is not model.config
+    eye = _unused(model, called[0], used) if sees else ()
     once = {name: given[0] for name, given in inputs.items() if len(given) == 1}
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, x in once.items():
@@ -138,14 +161,36 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
     return Architecture(
         model=model,
         body=called[0],
-        layers=tuple(probe.layers),
+        language=called[-1 if sees else 0],
+        eye=eye,
+        layers=layers,
         per_token=frozenset(name for name, x in once.items() if x.numel() == PROBE_TOKENS * x.shape[-1]),
         siblings=tuple(tuple(names) for names in groups.values() if len(names) > 1),
     )
 
 
+def _unused(model: nn.Module, body: nn.Module, used: set[nn.Module]) -> tuple[str, ...]:
+    """The names of what a text does not need of a model that also sees images, with a dot after modules."""
+    prefix = next(name for name, module in model.named_modules() if module is body)
+    names = [f"{prefix}.{name}" for name in body._parameters]
+    for owner, beginning in ((model, ""), (body, f"{prefix}.")):
+        names += [f"{beginning}{name}." for name, child in owner.named_children() if child not in used]
+    return tuple(names)
+
+
+def _looking_ahead(config: PretrainedConfig, layers: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
+    """Layers in which tokens of an image see all of it, which no probing with a text tells."""
+    layers = tuple(layers)
+    which = _LOOKING_AHEAD.get(config.model_type)
+    if which is None:
+        return layers
+    return tuple(
+        replace(layer, spec=layer.spec._replace(looks_ahead=which(config, layer.spec))) for layer in layers
+    )
+
+
 def _new_probe(model: PreTrainedModel, whole: Sequence[tuple[int, OwnHeads]] = ()) -> Probe:
-    own = model.config
+    own = model.config.get_text_config()
     windows = {size for size in (getattr(own, "sliding_window", None),) if size}
     chunks = {size for size in (getattr(own, "attention_chunk_size", None),) if size}
     return Probe(model, windows, chunks, whole)

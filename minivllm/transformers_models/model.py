@@ -92,16 +92,17 @@ class TransformersModel:
         architecture = build_architecture(config, dtype, device)
         self.module = architecture.model
         self._body = architecture.body
+        self._language = architecture.language
         self.layers = architecture.layers
         self.all_attention_specs = tuple(layer.spec for layer in self.layers)
         """Those of other stages too."""
-        self.names = CheckpointNames(self.module)
+        self.names = CheckpointNames(self.module, architecture.eye)
         self._holder = StepHolder()
         self._communicator = communicator
         self._per_token = architecture.per_token
         self._max_model_len = max_model_len
         self._stage = stage or Stage()
-        self._parts = None if self._stage.size == 1 else StageParts(self.module, self._body, self._stage)
+        self._parts = None if self._stage.size == 1 else StageParts(self.module, self._language, self._stage)
         settle_rotary(self.module, max_model_len, device)
         self._division: Division | None = None
         if communicator is None:
@@ -123,6 +124,10 @@ class TransformersModel:
         self._picked: Tensor | None = None
         self._compute_body = self._body.forward
         self._body.forward = self._run_body
+        if self._language is not self._body and self._stage.is_first:
+            embedding = self.module.get_input_embeddings()
+            self._embed = embedding.forward
+            embedding.forward = self._embed_with_images
 
     def _replace_products(self, architecture: Architecture, choose_method: ChooseMethod) -> None:
         how = self.dtype, self.device, choose_method, self._holder, self._division
@@ -143,7 +148,7 @@ class TransformersModel:
         reason = ""
         try:
             ranks = Ranks(communicator, self._holder)
-            self._division = Division(self.module, self._body, self.layers, ranks, input_unit)
+            self._division = Division(self.module, self._language, self.layers, ranks, input_unit)
             self._replace_products(architecture, choose_method)
             self._division.divide_parameters(self.module)
             self.layers = probe_part(architecture, self._division, self._holder, architecture.layers)
@@ -193,7 +198,7 @@ class TransformersModel:
 
     @property
     def weights_per_token(self) -> int:
-        own = self.module.config
+        own = self._language.config
         total = sum(linear.in_features * linear.out_features for linear in self._products)
         experts = sum(parameter.numel() for parameter in self.module.parameters() if parameter.dim() == 3)
         stacks = [module.experts for module in self._experts.values()]
@@ -401,7 +406,7 @@ class TransformersModel:
     ) -> Hidden:
         """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is
         compiled; a stage before the last one, nothing: it sends the stream on."""
-        if self._traced is not None:
+        if self._traced is not None and tokens.images is None:
             return self._traced.forward(token_ids, tokens, caches, attend)
         with span("body"):
             hidden = self._run(token_ids, Step(tokens, caches, attend))
@@ -419,9 +424,20 @@ class TransformersModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
+    def _embed_with_images(self, ids: Tensor) -> Tensor:
+        """ids [1, tokens] -> [1, tokens, hidden], with features in the rows of images."""
+        step = self._holder.step
+        images = None if step is None else step.tokens.images
+        if images is None or ids.shape != images.is_image[None].shape:
+            return self._embed(ids)
+        is_image = images.is_image[None]
+        # A placeholder may be beyond the vocabulary.
+        x = self._embed(torch.where(is_image, 0, ids))
+        return torch.where(is_image[..., None], images.features[None].to(x.dtype), x)
+
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32)."""
-        if self._traced is not None:
+        if self._traced is not None and tokens.images is None:
             return self._traced.logits(hidden, rows, tokens)
         with span("head"):
             return self._run_head(hidden[0][rows], rows)
@@ -439,7 +455,7 @@ class TransformersModel:
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden] of the picked rows (int32)."""
-        if self._traced is not None:
+        if self._traced is not None and tokens.images is None:
             return self._traced.hidden_states(hidden, rows, tokens)
         return hidden[0][rows]
 

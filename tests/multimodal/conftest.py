@@ -16,7 +16,15 @@ from minivllm import LLM
 from minivllm.engine.core import EngineCore
 from minivllm.multimodal.eyes.encoded_images import EncodedImages
 from minivllm.simulation.ranks import virtual_llm
-from tests.multimodal.models import KINDS, WITH_EXPERTS, make_tokenizer, save, save_llava, text_config
+from tests.multimodal.models import (
+    KINDS,
+    OTHERS,
+    WITH_EXPERTS,
+    make_tokenizer,
+    save,
+    save_llava,
+    text_config,
+)
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] + ': ' + message['content'] }}</s>{% endfor %}"
@@ -28,7 +36,7 @@ PLAIN_TEMPLATE = (
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind of model -> where it is saved."""
-    return {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in (*KINDS, *WITH_EXPERTS)}
+    return {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in (*KINDS, *WITH_EXPERTS, *OTHERS)}
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from minivllm.config import EngineArgs
+from tests.multimodal.other_models import MAKERS, PROCESSORS
 
 SPECIAL = [
     "<s>",
@@ -391,8 +392,15 @@ def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
             parameter.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if parameter.dim() == 1 else 0.15))
     model.float().eval().save_pretrained(directory)
     processor.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    if not isinstance(processor, ProcessorMixin):
+        make_tokenizer().save_pretrained(directory)
     return directory
+
+
+def save_other(directory: Path, kind: str) -> Path:
+    """One of OTHERS."""
+    model, PROCESSORS[directory] = MAKERS[kind](text_config().to_dict(), make_tokenizer())
+    return _save(directory, model, PROCESSORS[directory])
 
 
 def _pixtral_processor(*args: Any, **settings: Any) -> Any:
@@ -410,6 +418,8 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    if directory in PROCESSORS:
+        return model, PROCESSORS[directory]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     if model.config.vision_config.model_type == "pixtral":
         merge = getattr(model.config, "spatial_merge_size", 1)
@@ -503,8 +513,14 @@ WITH_EXPERTS = ("qwen3-vl-moe", "qwen3.5-moe")
 """Like the kinds before "-moe", but for the language model."""
 
 
+OTHERS = tuple(MAKERS)
+"""Families that transformers computes, whose images its processors expand."""
+
+
 def save(directory: Path, kind: str) -> Path:
-    """A model of one of KINDS, or WITH_EXPERTS."""
+    """A model of one of KINDS, WITH_EXPERTS, or OTHERS."""
+    if kind in OTHERS:
+        return save_other(directory, kind)
     if kind == "gemma3":
         return save_gemma3(directory)
     if kind in ("pixtral", "mistral3"):

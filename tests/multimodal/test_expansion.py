@@ -20,12 +20,12 @@ from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.multimodal.spans.families import make_expansion
 from minivllm.multimodal.spans.whole import Grid
 from minivllm.tokenizer.tokenizer import load_tokenizer
-from tests.multimodal.models import KINDS, picture, reference
+from tests.multimodal.models import KINDS, OTHERS, picture, reference
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(lambda size: max(size) <= 190 * min(size))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *OTHERS))
 @settings(max_examples=100, deadline=None)
 @given(size=SIZES)
 @example(size=(300, 2))

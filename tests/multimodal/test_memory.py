@@ -19,12 +19,12 @@ from minivllm.models.model import ImageRows
 from minivllm.multimodal.eyes.llava_next import in_lines
 from minivllm.multimodal.items import PixelTensors
 from tests.multimodal.conftest import core_of, encoded_images, engine
-from tests.multimodal.models import expected, picture, prompt
+from tests.multimodal.models import OTHERS, expected, picture, prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "qwen3-vl"))
+@pytest.mark.parametrize("kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "qwen3-vl", *OTHERS))
 def test_a_cache_of_one_image_serves_many(directories: dict[str, Path], kind: str) -> None:
     directory = directories[kind]
     prompts = [
@@ -52,7 +52,7 @@ def test_pixels_have_a_bound_and_all_requests_end(directories: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("caches", (True, False))
-@pytest.mark.parametrize("kind", ("clip", "llava-next", "qwen3-vl", "qwen3.5"))
+@pytest.mark.parametrize("kind", ("clip", "llava-next", "qwen3-vl", "qwen3.5", *OTHERS))
 def test_preempted_requests_answer_the_same(directories: dict[str, Path], kind: str, caches: bool) -> None:
     """Answers grow until blocks run out: victims come back with the encoding, or without."""
     directory = directories[kind]

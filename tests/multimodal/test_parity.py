@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
 from tests.multimodal.conftest import core_of, engine
-from tests.multimodal.models import KINDS, WITH_EXPERTS, expected, picture, prompt
+from tests.multimodal.models import KINDS, OTHERS, WITH_EXPERTS, expected, picture, prompt
 
 NUM_TOKENS = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
@@ -34,7 +34,7 @@ def check(llm: LLM, directory: Path, text: str, images: list[Any]) -> None:
             assert entry.logprob == pytest.approx(float(logprobs[place, token]), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *WITH_EXPERTS))
+@pytest.mark.parametrize("kind", (*KINDS, *WITH_EXPERTS, *OTHERS))
 def test_one_image_two_images_and_none(directories: dict[str, Path], kind: str) -> None:
     directory = directories[kind]
     with engine(directory) as llm:
@@ -66,7 +66,8 @@ def test_published_experts_lie_transposed(directories: dict[str, Path], tmp_path
 
 
 @pytest.mark.parametrize(
-    "kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5")
+    "kind",
+    ("clip", "llava-next", "llava-onevision", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5", *OTHERS),
 )
 @pytest.mark.parametrize("budget", (7, 16, 31))
 def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
@@ -102,7 +103,7 @@ def test_images_that_see_themselves_are_never_cut(
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "qwen3.5"]
+    "kind", [kind for kind in (*KINDS, *OTHERS) if kind != "qwen3.5"]
 )  # steps end at a state's snapshot
 def test_a_prompt_that_fits_is_one_step(directories: dict[str, Path], kind: str) -> None:
     with engine(directories[kind]) as llm:
@@ -112,8 +113,11 @@ def test_a_prompt_that_fits_is_one_step(directories: dict[str, Path], kind: str)
 
 
 @pytest.mark.parametrize("reach", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_border_of_a_chunk_around_every_run(directories: dict[str, Path], reach: int) -> None:
-    directory = directories["smolvlm"]
+@pytest.mark.parametrize("kind", ("smolvlm", "aya-vision"))
+def test_every_border_of_a_chunk_around_every_run(
+    directories: dict[str, Path], kind: str, reach: int
+) -> None:
+    directory = directories[kind]
     text, images = "<s>ab<image>cd", [picture(5, 40, 10)]
     tokens, _ = expected(directory, text, images, NUM_TOKENS)
     with engine(directory) as llm:

@@ -12,7 +12,7 @@ from PIL import Image
 from minivllm import LLM, SamplingParams
 from minivllm.multimodal.encodings import Encodings
 from tests.multimodal.conftest import core_of, engine
-from tests.multimodal.models import expected, picture, prompt
+from tests.multimodal.models import OTHERS, expected, picture, prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
@@ -37,7 +37,7 @@ def wanted(directory: Path, text: str, images: list[Image.Image]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "gemma3", "qwen3-vl", "qwen3.5")
+    "kind", ("clip", "llava-next", "llava-onevision", "smolvlm", "gemma3", "qwen3-vl", "qwen3.5", *OTHERS)
 )
 def test_two_pictures_swapped_swap_the_answers(directories: dict[str, Path], kind: str) -> None:
     one, two = picture(0, 50, 20), picture(1, 50, 20)
@@ -74,7 +74,9 @@ def test_a_second_question_encodes_nothing_and_asks_for_nothing(directories: dic
         assert num_cached >= 110  # the span of 116 tokens, but for what the last whole block leaves of it
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava-next", "llava-onevision", "gemma3", "qwen3-vl", "qwen3.5"))
+@pytest.mark.parametrize(
+    "kind", ("clip", "llava-next", "llava-onevision", "gemma3", "qwen3-vl", "qwen3.5", *OTHERS)
+)
 def test_hits_end_before_inside_and_after_a_span(directories: dict[str, Path], kind: str) -> None:
     """Texts of several lengths before an image;
     then the same text goes on with another image, or with none."""

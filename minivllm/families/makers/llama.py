@@ -139,6 +139,7 @@ _MINISTRAL3_IMAGES = replace(
     rewrite_config=_mistral3_text,
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,
+    texts=("mistral", "ministral3"),
 )
 
 
@@ -165,6 +166,7 @@ def _seeing(architecture: str, model_type: str) -> Family:
         rewrite_config=_llama_text,
         prefixes=SMOLVLM_PREFIXES,
         left_out=SMOLVLM_IMAGE_PARTS,
+        texts=("llama",),
     )
 
 

@@ -44,6 +44,7 @@ def _llava(architecture: str, model_type: str) -> Family:
         rewrite_config=_text,
         prefixes=TEXT_PREFIXES,
         left_out=(*IMAGE_PARTS, "image_newline", "model.image_newline"),
+        texts=tuple(_TEXTS),
     )
 
 

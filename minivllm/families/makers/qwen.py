@@ -142,6 +142,7 @@ _INTERNVL = replace(
     rewrite_config=_internvl_text,
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,
+    texts=("qwen2", "qwen3"),
 )
 
 

@@ -22,6 +22,8 @@ from minivllm.multimodal.eyes.llava_next import llava_next_parts
 from minivllm.multimodal.eyes.pixtral import pixtral_parts
 from minivllm.multimodal.eyes.qwen import qwen_parts
 from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.plugins.plugin import import_object
+from minivllm.plugins.points import MODEL_IMPLEMENTATIONS
 
 Parts = dict[str, nn.Module]
 """Modules by the beginning of their names in a checkpoint, "model." left out; "" for one without a name."""
@@ -121,16 +123,32 @@ def load_eye(config: EngineConfig, images: ImagesConfig, device: torch.device) -
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(config.seed)
-            parts, encode = _FAMILIES[images.family](described)
+            if images.family in _FAMILIES:
+                parts, encode = _FAMILIES[images.family](described)
+            else:
+                load = import_object("the image encoder", MODEL_IMPLEMENTATIONS[config.model_impl].eye)
+                parts, encode = load(path, described, config.load_format != "dummy")
     finally:
         torch.set_default_dtype(before)
     for module in parts.values():
         # Of the dtype that they are made in: what frequencies are made of stays in float32.
         module.eval().requires_grad_(False).to(device)
-    if config.load_format != "dummy" or config.eye_path is not None:
+    if images.family in _FAMILIES and (config.load_format != "dummy" or config.eye_path is not None):
         _load(path, parts, config.eye_path is not None)
     eye = Eye(parts, encode, Normalization.of(read_processor(path, read_config(path))), dtype, device)
+    if images.family not in _FAMILIES:
+        _check_features(eye, images)
     return eye
+
+
+def _check_features(eye: Eye, images: ImagesConfig) -> None:
+    """Raises ModelError where a tile has more or fewer features than placeholders."""
+    found = eye.encode(torch.zeros(1, *images.unit_shape, dtype=torch.uint8)).shape
+    if found[1] != images.unit_embeds:
+        raise ModelError(
+            f"The image encoder of {images.family!r} gives {found[1]} features of a tile, but its processor "
+            f'writes {images.unit_embeds} placeholders: start with limit_mm_per_prompt={{"image": 0}}.'
+        )
 
 
 def _load(directory: Path, parts: Parts, is_joined: bool) -> None:

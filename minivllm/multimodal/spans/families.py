@@ -7,6 +7,7 @@ from typing import Any
 
 from minivllm.errors import ModelError
 from minivllm.multimodal.spans.any_resolution import AnyResolution
+from minivllm.multimodal.spans.by_processor import ByProcessor
 from minivllm.multimodal.spans.one_size import MarkedRun, OneRun
 from minivllm.multimodal.spans.span import Expansion
 from minivllm.multimodal.spans.tiles import Canvas, Tiles
@@ -39,7 +40,9 @@ _FAMILIES: Mapping[str, Make] = {
     "gemma3": MarkedRun,
 }
 FAMILIES = tuple(_FAMILIES)
-"""Whose images are served, by model_type."""
+"""By model_type. The images of other families are served as their processors say."""
+IN_SPACE = tuple(family for family, make in _FAMILIES.items() if make is Grid)
+"""Those whose images are rotated by row and column."""
 _DEEPER_DEFAULTS: Mapping[str, Any] = {"depth": 27, "deepstack_visual_indexes": (8, 16, 24)}
 """What transformers assumes of Qwen3-VL."""
 
@@ -49,6 +52,8 @@ def make_expansion(
 ) -> Expansion:
     """What a model of the family makes of images. config, processor: the entries of config.json and of the
     processor's file in the directory ``source``. Raises ModelError where they do not say enough."""
+    if family not in _FAMILIES:
+        return ByProcessor(config, source)
     try:
         return _FAMILIES[family](config, processor)
     except ModelError as error:

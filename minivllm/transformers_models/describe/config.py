@@ -31,6 +31,7 @@ class TransformersConfig:
 
     architecture: str
     vocab_size: int
+    hidden_size: int
     num_layers: int
     max_position_embeddings: int
     can_be_longer: bool
@@ -69,10 +70,15 @@ def read_transformers_config(
         entries.update(model_type="ministral", architectures=["MinistralForCausalLM"])
     generation_path = path.with_name(GENERATION_NAME)
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
-    check_entries(entries, source)
-    config = _load(entries, source)
+    text_entries = entries.get("text_config")
+    text_entries = text_entries if isinstance(text_entries, Mapping) else {}
+    for part in (entries, text_entries):
+        check_entries(part, source)
+    whole = _load(entries, source)
+    config = whole.get_text_config()
     check_config(config, source)
-    architecture = _architecture(config, entries, source)
+    architecture = _architecture(whole, entries, source)
+    entries_of_text = {**text_entries, **entries}
     for name, value, most in _sizes(config):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ModelError(f"{source}: {name} is {value!r}, but must be a whole number from 1 to {most}.")
@@ -88,14 +94,15 @@ def read_transformers_config(
     return TransformersConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         max_position_embeddings=_usable_positions(config),
         can_be_longer="dynamic" in _rope_types(config),
-        dtype=read_dtype(entries, source),
+        dtype=read_dtype(entries_of_text, source),
         quantization=read_quantization(entries.get("quantization_config"), source),
         eos_token_ids=read_token_ids(
             "eos_token_id",
-            [(source, entries), (str(generation_path), generation)],
+            [(source, entries_of_text), (str(generation_path), generation)],
             getattr(config, "eos_token_id", None),
             config.vocab_size,
         ),
@@ -132,13 +139,18 @@ def _load(entries: Mapping[str, Any], source: str) -> PretrainedConfig:
 
 
 def _architecture(config: PretrainedConfig, entries: Mapping[str, Any], source: str) -> str:
-    """The class that computes it. ModelError if that is no decoder of text."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """The class that computes it. ModelError if that is no decoder of text, which may see images besides."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names.get(config.model_type)
     named = entries.get("architectures") or [name]
-    if name is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if name is None or not (sees or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         raise ModelError(
             f"{source}: model_type {config.model_type!r} has no decoder of text in transformers."
         )
@@ -146,7 +158,7 @@ def _architecture(config: PretrainedConfig, entries: Mapping[str, Any], source: 
         raise ModelError(
             f"{source}: {named[0]} is an encoder with a decoder, which is not served: only decoders are."
         )
-    if config.get_text_config() is not config:
+    if config.get_text_config() is not config and not sees:
         raise ModelError(
             f"{source}: {named[0]} takes more than text, which is not served: take the decoder of text alone "
             f"(model_type {config.get_text_config().model_type!r})."

@@ -53,8 +53,9 @@ class _Source:
 class CheckpointNames:
     """Which tensors of a checkpoint make up which parameters of one model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: as transformers builds it, on any device."""
+    def __init__(self, model: PreTrainedModel, left_out: Sequence[str] = ()) -> None:
+        """model: as transformers builds it, on any device. left_out: beginnings of names that checkpoints
+        have and this model has not."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -72,6 +73,7 @@ class CheckpointNames:
         self._ignored = [re.compile(pattern) for pattern in patterns] + [
             re.compile(re.escape(name) + "$") for name in buffers
         ]
+        self._ignored += [re.compile("^" + re.escape(beginning)) for beginning in left_out]
         kept = {*(model._keep_in_fp32_modules_strict or ())}
         if model.dtype == torch.float16:
             kept |= {*(model._keep_in_fp32_modules or ())}

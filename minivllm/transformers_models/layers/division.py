@@ -56,7 +56,7 @@ class Division:
     and for what it cannot divide."""
 
     def __init__(
-        self, model: Any, body: nn.Module, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1
+        self, model: Any, body: Any, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1
     ) -> None:
         """model: whole, as transformers builds it. body: the module of it that a plan is about. layers: what
         attention does in it. input_unit: inputs of a linear layer that stay together, since they share a
@@ -67,7 +67,7 @@ class Division:
         self._input_unit = input_unit
         self._name = type(model).__name__
         names = {module: name for name, module in model.named_modules()}
-        plan = getattr(model.config, "base_model_tp_plan", None) or {}
+        plan = getattr(body.config, "base_model_tp_plan", None) or {}
         self._plan: dict[str, str] = {f"{names[body]}.{name}": style for name, style in plan.items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:

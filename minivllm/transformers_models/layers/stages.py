@@ -21,14 +21,14 @@ from minivllm.errors import ConfigError
 class StageParts:
     """The parts of one stage. Raises ConfigError for a model without a plan, or with one of another kind."""
 
-    def __init__(self, model: Any, body: nn.Module, stage: Stage) -> None:
+    def __init__(self, model: Any, body: Any, stage: Stage) -> None:
         """model: whole, as transformers builds it. body: the module of it that the plan is about."""
         self._model = model
         self._stage = stage
         self.is_linked = False
         """Whether there is a stage before that sends; until then every token enters with a made-up vector."""
         prefix = next(name for name, module in model.named_modules() if module is body)
-        plan = list(getattr(model.config, "base_model_pp_plan", None) or {})
+        plan = list(getattr(body.config, "base_model_pp_plan", None) or {})
         if not plan:
             self._refuse("transformers has no plan for that")
         parts: dict[str, Any] = {name: getattr(body, name, None) for name in plan}

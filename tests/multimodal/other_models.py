@@ -1,0 +1,138 @@
+"""Tiny random models of families that transformers computes, and their processors. A family is a row of
+MAKERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AyaVisionConfig,
+    AyaVisionForConditionalGeneration,
+    AyaVisionProcessor,
+    CLIPVisionConfig,
+    Cohere2Config,
+    DeepseekVLConfig,
+    DeepseekVLForConditionalGeneration,
+    DeepseekVLProcessor,
+    LlamaConfig,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    QianfanOCRConfig,
+    QianfanOCRForConditionalGeneration,
+    QianfanOCRProcessor,
+    Qwen3Config,
+    SiglipVisionConfig,
+    VipLlavaConfig,
+    VipLlavaForConditionalGeneration,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+Made = tuple[PreTrainedModel, Any]
+"""A model, and its processor."""
+
+
+def _settings(text: Mapping[str, Any]) -> dict[str, Any]:
+    """text: of the Llama that other tests have, as what any other language model takes."""
+    taken = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    taken += (
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    return {name: text[name] for name in taken}
+
+
+def _aya_vision(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
+    """Tiles of 16 × 16 pixels with 4 embeddings each, at most 4 of them and the whole image, each after its
+    name; every second layer of the language model has a window."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    config = AyaVisionConfig(
+        vision_config=SiglipVisionConfig(**_VISION, image_size=16, patch_size=4, vision_use_head=False),
+        text_config=Cohere2Config(**_settings(text), **layers, logit_scale=0.5),
+        downsample_factor=2,
+        image_token_index=tokenizer.convert_tokens_to_ids("<soft>"),
+        vision_feature_layer=-1,
+    )
+    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4, crop_to_patches=True)
+    names = {"start_of_img_token": "<img>", "end_of_img_token": "</img>", "img_patch_token": "<soft>"}
+    processor = AyaVisionProcessor(
+        images, tokenizer, patch_size=4, img_size=16, downsample_factor=2, image_token="<image>", **names
+    )
+    return AyaVisionForConditionalGeneration(config), processor
+
+
+def _qianfan_ocr(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
+    """Tiles of 16 × 16 pixels with 4 embeddings each, at most 5 of them and the whole image, in one run."""
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<soft>"}
+    _name(tokenizer, names)
+    config = QianfanOCRConfig(
+        vision_config={
+            **_VISION,
+            "image_size": [16, 16],
+            "patch_size": [4, 4],
+            "layer_scale_init_value": 0.5,
+        },
+        text_config=Qwen3Config(**_settings(text), head_dim=16),
+        image_token_id=tokenizer.convert_tokens_to_ids("<soft>"),
+        image_seq_length=4,
+    )
+    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=5)
+    return QianfanOCRForConditionalGeneration(config), QianfanOCRProcessor(images, tokenizer, 4)
+
+
+def _vipllava(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
+    """25 embeddings of an image, made of the features of two layers."""
+    config = VipLlavaConfig(
+        vision_config=CLIPVisionConfig(**_VISION, image_size=20, patch_size=4, projection_dim=32),
+        text_config=LlamaConfig(**_settings(text)),
+        image_token_index=2,
+        vision_feature_layers=[-1, -2],
+    )
+    size = {"size": {"shortest_edge": 20}, "crop_size": {"height": 20, "width": 20}}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**size), tokenizer, 4, "default", num_additional_image_tokens=1
+    )
+    return VipLlavaForConditionalGeneration(config), processor
+
+
+def _deepseek_vl(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
+    """16 embeddings of an image, which is padded to a square."""
+    _name(tokenizer, {"image_token": "<image>"})
+    config = DeepseekVLConfig(
+        vision_config=SiglipVisionConfig(**_VISION, image_size=16, patch_size=4),
+        text_config=LlamaConfig(**_settings(text)),
+        image_token_id=2,
+        tie_word_embeddings=False,
+    )
+    images = DeepseekVLImageProcessorPil(size={"height": 16, "width": 16}, min_size=2)
+    return DeepseekVLForConditionalGeneration(config), DeepseekVLProcessor(
+        images, tokenizer, num_image_tokens=16
+    )
+
+
+def _name(tokenizer: PreTrainedTokenizerFast, names: Mapping[str, str]) -> None:
+    """Have a tokenizer call some of its tokens so."""
+    tokenizer._set_model_specific_special_tokens(dict(names))
+
+
+MAKERS: Mapping[str, Callable[[Mapping[str, Any], PreTrainedTokenizerFast], Made]] = {
+    "aya-vision": _aya_vision,
+    "qianfan-ocr": _qianfan_ocr,
+    "vipllava": _vipllava,
+    "deepseek-vl": _deepseek_vl,
+}
+PROCESSORS: dict[Path, Any] = {}
+"""Directory of a model that was saved -> the processor that it was made with."""
