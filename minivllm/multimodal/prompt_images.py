@@ -214,7 +214,9 @@ class PromptImages:
         with self._room.taken(picture.width * picture.height):
             found = processor(picture.pixels(), return_tensors="np", **unscaled)
         values = np.asarray(found["pixel_values"])
-        if values.ndim == 2:
+        if "image_position_ids" in found:
+            values = _put_in_place(values[0], found["image_position_ids"][0], processor.patch_size)
+        elif values.ndim == 2:
             values = _put_together(values, found["image_grid_thw"][0], processor)
         return np.ascontiguousarray(values.reshape(-1, *values.shape[-3:]).astype(np.uint8))
 
@@ -243,3 +245,11 @@ def _put_together(patches: Any, grid: Any, processor: Any) -> Any:
     cut = patches.reshape(rows, columns, square, square, 3, processor.temporal_patch_size, size, size)
     image = cut[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
     return image.reshape(3, rows * square * size, columns * square * size)
+
+
+def _put_in_place(patches: Any, places: Any, size: int) -> Any:
+    """[channels, height, width] of what Gemma 4's processor cuts an image into: [patches, height, width and
+    channels of a patch], line by line, with padding at the end. places: column and row of each patch."""
+    columns, rows = (int(last) + 1 for last in places.max(0))
+    cut = patches[: rows * columns].reshape(rows, columns, size, size, 3)
+    return cut.transpose(4, 0, 2, 1, 3).reshape(3, rows * size, columns * size)

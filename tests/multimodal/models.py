@@ -391,9 +391,12 @@ def _save(directory: Path, model: PreTrainedModel, processor: Any) -> Path:
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if parameter.dim() == 1 else 0.15))
     model.float().eval().save_pretrained(directory)
-    processor.save_pretrained(directory)
-    if not isinstance(processor, ProcessorMixin):
-        make_tokenizer().save_pretrained(directory)
+    parts = [processor, make_tokenizer()]
+    if isinstance(processor, ProcessorMixin):
+        has_all = all(getattr(processor, name) is not None for name in processor.get_attributes())
+        parts = [processor] if has_all else [processor.image_processor, processor.tokenizer]
+    for part in parts:
+        part.save_pretrained(directory)
     return directory
 
 
@@ -514,7 +517,9 @@ WITH_EXPERTS = ("qwen3-vl-moe", "qwen3.5-moe")
 
 
 OTHERS = tuple(MAKERS)
-"""Families that transformers computes, whose images its processors expand."""
+"""Families that transformers computes."""
+CAUSAL = tuple(kind for kind in OTHERS if kind != "gemma4")
+"""Those of them whose images do not see themselves."""
 
 
 def save(directory: Path, kind: str) -> Path:

@@ -4,8 +4,10 @@ MAKERS."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from transformers import (
     AyaVisionConfig,
@@ -16,10 +18,13 @@ from transformers import (
     DeepseekVLConfig,
     DeepseekVLForConditionalGeneration,
     DeepseekVLProcessor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     LlamaConfig,
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     QianfanOCRConfig,
     QianfanOCRForConditionalGeneration,
     QianfanOCRProcessor,
@@ -30,6 +35,8 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 _VISION: dict[str, Any] = {
@@ -109,18 +116,56 @@ def _vipllava(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Ma
 
 
 def _deepseek_vl(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
-    """16 embeddings of an image, which is padded to a square."""
+    """25 embeddings of an image, which is padded to a square."""
     _name(tokenizer, {"image_token": "<image>"})
     config = DeepseekVLConfig(
-        vision_config=SiglipVisionConfig(**_VISION, image_size=16, patch_size=4),
+        vision_config=SiglipVisionConfig(**_VISION, image_size=20, patch_size=4),
         text_config=LlamaConfig(**_settings(text)),
         image_token_id=2,
         tie_word_embeddings=False,
     )
-    images = DeepseekVLImageProcessorPil(size={"height": 16, "width": 16}, min_size=2)
+    images = DeepseekVLImageProcessorPil(size={"height": 20, "width": 20}, min_size=2)
     return DeepseekVLForConditionalGeneration(config), DeepseekVLProcessor(
-        images, tokenizer, num_image_tokens=16
+        images, tokenizer, num_image_tokens=25
     )
+
+
+def _gemma4(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, is_small: bool = False) -> Made:
+    """Squares of 8 × 8 pixels, at most 70 of them, which see one another in the layers with a window. Keys
+    are values in the others, with heads of other sizes. is_small: they do not see one another; layers read
+    embeddings of their own, and some keys and values of other layers."""
+    names = {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<image>"}
+    names |= {"boa_token": "[IMG_BREAK]", "eoa_token": "[IMG_END]", "audio_token": "<soft>"}
+    _name(tokenizer, names)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    ids["eoa_token_index"] = ids.pop("eoa_token_id")
+    settings = {**_settings(text), "num_hidden_layers": 4, "sliding_window": 12, "head_dim": 16}
+    settings["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    settings["global_head_dim"] = 32
+    if is_small:
+        settings |= {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": settings["vocab_size"],
+            "num_kv_shared_layers": 2,
+        }
+    else:
+        settings |= {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+        }
+    vision = {**_VISION, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+    config = Gemma4Config(
+        text_config=settings,
+        vision_config={**vision, "position_embedding_size": 200, "standardize": not is_small},
+        video_token_id=tokenizer.convert_tokens_to_ids("<global-img>"),
+        **ids,
+    )
+    images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    with patch.object(ProcessorMixin, "check_argument_for_proper_class"):  # it has no part for videos
+        processor = Gemma4Processor(None, images, tokenizer, None)
+    return Gemma4ForConditionalGeneration(config), processor
 
 
 def _name(tokenizer: PreTrainedTokenizerFast, names: Mapping[str, str]) -> None:
@@ -133,6 +178,8 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any], PreTrainedTokenizerFast], Made
     "qianfan-ocr": _qianfan_ocr,
     "vipllava": _vipllava,
     "deepseek-vl": _deepseek_vl,
+    "gemma4": _gemma4,
+    "gemma4-small": partial(_gemma4, is_small=True),
 }
 PROCESSORS: dict[Path, Any] = {}
 """Directory of a model that was saved -> the processor that it was made with."""

@@ -54,7 +54,9 @@ def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, s
         around = tokenizer.encode(expansion.around, add_special_tokens=False) if expansion.around else []
         assert [*around, *span.token_ids, *around] == inputs["input_ids"][0].tolist()
         pixels = np.asarray(inputs["pixel_values"])
-        moments = 2 if pixels.ndim == 2 else 1  # of a patch, in models that see videos
+        moments = 2 if "image_grid_thw" in inputs else 1  # of a patch, in models that see videos
+        if "image_position_ids" in inputs:  # patches are padded
+            pixels = pixels[inputs["image_position_ids"][..., 0] >= 0]
         assert pixels.size == moments * span.num_units * np.prod(span.unit_shape)
         assert span.num_units * span.unit_embeds <= expansion.most_embeds
         assert span.unit_embeds <= expansion.unit_embeds

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
 from tests.multimodal.conftest import core_of, engine
-from tests.multimodal.models import KINDS, OTHERS, WITH_EXPERTS, expected, picture, prompt
+from tests.multimodal.models import CAUSAL, KINDS, OTHERS, WITH_EXPERTS, expected, picture, prompt
 
 NUM_TOKENS = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
@@ -67,7 +67,7 @@ def test_published_experts_lie_transposed(directories: dict[str, Path], tmp_path
 
 @pytest.mark.parametrize(
     "kind",
-    ("clip", "llava-next", "llava-onevision", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5", *OTHERS),
+    ("clip", "llava-next", "llava-onevision", "smolvlm", "mistral3", "qwen3-vl", "qwen3.5", *CAUSAL),
 )
 @pytest.mark.parametrize("budget", (7, 16, 31))
 def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: int) -> None:
@@ -76,13 +76,15 @@ def test_chunks_end_anywhere(directories: dict[str, Path], kind: str, budget: in
         check(llm, directory, "<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)])
 
 
-@pytest.mark.parametrize("budget", (20, 33, 64))
+@pytest.mark.parametrize(
+    ("kind", "budget"), [("gemma3", 20), ("gemma3", 33), ("gemma3", 64), ("gemma4", 74), ("gemma4", 101)]
+)
 @pytest.mark.parametrize("backend", ("flex", "sdpa", pytest.param("compiled flex", marks=pytest.mark.slow)))
 def test_images_that_see_themselves_are_never_cut(
-    directories: dict[str, Path], budget: int, backend: str
+    directories: dict[str, Path], kind: str, budget: int, backend: str
 ) -> None:
     """Chunks end before a run or after it, whatever a step has room for; neighbours share the steps."""
-    directory = directories["gemma3"]
+    directory = directories[kind]
     cases = [
         ("<s>a<image>bc<image>d", [picture(0), picture(4, 50, 50)]),
         ("<s>Some words before it: <image>\nand after", [picture(5)]),
@@ -113,9 +115,9 @@ def test_a_prompt_that_fits_is_one_step(directories: dict[str, Path], kind: str)
 
 
 @pytest.mark.parametrize("reach", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ("smolvlm", "aya-vision"))
+@pytest.mark.parametrize(("kind", "num_runs"), [("smolvlm", 5), ("aya-vision", 5), ("gemma4-small", 1)])
 def test_every_border_of_a_chunk_around_every_run(
-    directories: dict[str, Path], kind: str, reach: int
+    directories: dict[str, Path], kind: str, num_runs: int, reach: int
 ) -> None:
     directory = directories[kind]
     text, images = "<s>ab<image>cd", [picture(5, 40, 10)]
@@ -124,7 +126,7 @@ def test_every_border_of_a_chunk_around_every_run(
         prepared = llm.llm_engine.prepare(None, prompt(text, *images), GREEDY)
         (item,) = prepared.sequences[0].images
         del prepared  # it keeps its pictures
-        assert len(item.runs) == item.num_units == 5
+        assert len(item.runs) == item.num_units == num_runs
         places = {item.offset + place + shift for first, count in item.runs for place in (first, first + count)
                   for shift in range(-reach, reach + 1)}  # fmt: skip
         core = core_of(llm)

@@ -15,6 +15,7 @@ from minivllm.checkpoints.checkpoint import open_safetensors, safetensors_files
 from minivllm.config import EngineConfig, ImagesConfig
 from minivllm.errors import ModelError
 from minivllm.multimodal.eyes.gemma3 import gemma3_parts
+from minivllm.multimodal.eyes.gemma4 import gemma4_parts
 from minivllm.multimodal.eyes.idefics3 import idefics3_parts
 from minivllm.multimodal.eyes.internvl import internvl_parts
 from minivllm.multimodal.eyes.llava import llava_parts
@@ -100,6 +101,7 @@ _FAMILIES = {
     "idefics3": idefics3_parts,
     "smolvlm": idefics3_parts,
     "gemma3": gemma3_parts,
+    "gemma4": gemma4_parts,
     "mistral3": pixtral_parts,
     "internvl": internvl_parts,
     "qwen2_vl": qwen_parts,

@@ -11,7 +11,7 @@ from minivllm.multimodal.spans.by_processor import ByProcessor
 from minivllm.multimodal.spans.one_size import MarkedRun, OneRun
 from minivllm.multimodal.spans.span import Expansion
 from minivllm.multimodal.spans.tiles import Canvas, Tiles
-from minivllm.multimodal.spans.whole import Grid, Lines
+from minivllm.multimodal.spans.whole import Grid, Lines, Squares
 
 Make = Callable[[Mapping[str, Any], Mapping[str, Any]], Expansion]
 """From the entries of config.json, and those of the image processor's file."""
@@ -38,6 +38,7 @@ _FAMILIES: Mapping[str, Make] = {
     "idefics3": Tiles,
     "smolvlm": Tiles,
     "gemma3": MarkedRun,
+    "gemma4": Squares,
 }
 FAMILIES = tuple(_FAMILIES)
 """By model_type. The images of other families are served as their processors say."""

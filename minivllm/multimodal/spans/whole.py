@@ -105,3 +105,39 @@ class Lines:
         token_ids[-1] = self._markers[1]
         runs = [(row * (columns + 1), columns) for row in range(rows)]
         return Span(token_ids, runs, 1, rows * columns, (3, rows * self._patch, columns * self._patch))
+
+
+class Squares:
+    """Gemma 4: an image is resized to whole squares of patches, as many as it may have, and gives one run, an
+    embedding for each square, between two markers. In larger models it sees itself."""
+
+    options: tuple[str, ...] = ()
+    around = ""
+    resizing: Mapping[str, Any] = {}
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        self._square = int(processor.get("patch_size", 16)) * int(processor.get("pooling_kernel_size", 3))
+        self.unit_embeds = self.most_embeds = int(processor.get("max_soft_tokens", 280))
+        self.unit_shape = 3, self._square, self._square * self.most_embeds
+        self.least_unit_shape = 3, self._square, self._square
+        self.placeholder = int(config.get("image_token_id", 258880))
+        self._markers = int(config.get("boi_token_id", 255999)), int(config.get("eoi_token_id", 258882))
+        self.sees_itself = config["text_config"].get("use_bidirectional_attention") == "vision"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of squares: all that are allowed, but for what whole squares leave of them."""
+        factor = math.sqrt(self.most_embeds * self._square**2 / (height * width))
+        rows, columns = (math.floor(factor * side / self._square) for side in (height, width))
+        if rows == 0:
+            return 1, min(width // height, self.most_embeds)
+        if columns == 0:
+            return min(height // width, self.most_embeds), 1
+        return rows, columns
+
+    def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
+        """See Expansion."""
+        rows, columns = self.grid(width, height)
+        count = rows * columns
+        token_ids = [self._markers[0], *[self.placeholder] * count, self._markers[1]]
+        shape = 3, rows * self._square, columns * self._square
+        return Span(token_ids, [(1, count)], 1, count, shape)
