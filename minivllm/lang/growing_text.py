@@ -159,7 +159,7 @@ class GrowingText:
 
     def _with_images(self, text: str, is_rendered: bool, images: list[Image]) -> Written:
         """images: for which the text has placeholders."""
-        text = self._images.surrounded(text) if self._images is not None and images else text
+        text = self._images.written(text, None) if self._images is not None and images else text
         return Written(text, is_rendered, images)
 
     async def _tokenised(self, piece: Written, chat: Conversation, *, is_first: bool) -> list[int]:

@@ -4,12 +4,13 @@ and pixels when the engine core asks."""
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from minivllm.config import ImagesConfig
@@ -21,12 +22,22 @@ from minivllm.multimodal.facts import read_config, read_processor
 from minivllm.multimodal.items import PixelTensors
 from minivllm.multimodal.measuring import measure
 from minivllm.multimodal.spans.families import make_expansion
-from minivllm.multimodal.spans.span import Span
+from minivllm.multimodal.spans.span import Options, Span
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class LaidOut(NamedTuple):
+    """Where the span of an image lies in a prompt. runs: from offset on; they differ from those of the span
+    where a prompt has texts between its pieces."""
+
+    offset: int
+    length: int
+    runs: list[tuple[int, int]]
+    span: Span
 
 
 class PromptImages:
@@ -118,72 +129,88 @@ class PromptImages:
             None if self._tokenizer is None else self._tokenizer.backend.id_to_token(self.config.placeholder)
         )
 
-    def surrounded(self, text: str) -> str:
-        """A prompt's text with what a family writes around each placeholder, and a placeholder for each
-        mark."""
-        around, marker = self._expansion.around, self._marker
-        if marker is None or not (around or self.mark):
+    def written(self, text: str, pictures: Sequence[Picture] | None) -> str:
+        """A prompt's text with what a family writes for each of its pictures, and a placeholder for each
+        mark. pictures: None where nothing was chosen for any; then their sizes do not matter."""
+        marker = self._marker
+        if marker is None:
             return text
         if self.mark is not None:
             text = text.replace(self.mark, marker)
-        return text.replace(marker, f"{around}{marker}{around}") if around else text
+        before, *after = text.split(marker)
+        if pictures is None:
+            how: list[tuple[int, int, Options]] = [(1, 1, {})] * len(after)
+        else:
+            how = [(picture.width, picture.height, picture.options) for picture in pictures]
+        if len(after) != len(how):
+            return text  # refused when it is expanded
+        written = [self._expansion.written(marker, *one) for one in how]
+        return before + "".join(map(operator.add, written, after))
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[ImageItem]]:
         """The prompt with a span in the place of every placeholder. Raises RequestError as ``lay_out``."""
-        expanded, spans = self.lay_out(token_ids, pictures)
+        expanded, laid = self.lay_out(token_ids, pictures)
         items = [
             ImageItem(
                 digest=picture.digest,
-                offset=offset,
-                length=len(span.token_ids),
-                runs=span.runs,
-                unit_embeds=span.unit_embeds,
-                unit_shape=span.unit_shape,
-                num_units=span.num_units,
-                grid=span.grid,
+                offset=one.offset,
+                length=one.length,
+                runs=one.runs,
+                unit_embeds=one.span.unit_embeds,
+                unit_shape=one.span.unit_shape,
+                num_units=one.span.num_units,
+                grid=one.span.grid,
                 sees_itself=self._expansion.sees_itself,
-                lines=span.lines,
+                lines=one.span.lines,
             )
-            for picture, (offset, span) in zip(pictures, spans)
+            for picture, one in zip(pictures, laid)
         ]
         return expanded, items
 
     def lay_out(
         self, token_ids: Sequence[int], pictures: Sequence[Measured]
-    ) -> tuple[list[int], list[tuple[int, Span]]]:
-        """The prompt with a span in the place of every placeholder, and (position, span) of each.
+    ) -> tuple[list[int], list[LaidOut]]:
+        """The prompt with a span in the place of every placeholder, and where each lies.
         Raises RequestError if there are more or fewer of them than pictures, or if one is too large.
 
         A model with a joined eye reads texts as it does without: then a placeholder is a token like others.
         """
         if self.mark is not None and not pictures:
             return list(token_ids), []
+        spans = [
+            self._expansion.expand(picture.width, picture.height, picture.options, self._encode)
+            for picture in pictures
+        ]
+        # The text of a prompt may have several placeholders for an image; other prompts have one.
         count = token_ids.count(self.config.placeholder)
-        if count != len(pictures):
+        in_pieces = count > len(pictures) and count == sum(max(1, len(span.pieces)) for span in spans)
+        if count != len(pictures) and not in_pieces:
             raise RequestError(
                 f"The prompt has {count} placeholders for images (token {self.config.placeholder}), but "
                 f"{len(pictures)} images came with it: there must be one for each."
             )
         expanded: list[int] = []
-        spans: list[tuple[int, Span]] = []
-        waiting = iter(pictures)
+        laid: list[LaidOut] = []
+        waiting = iter(zip(pictures, spans, strict=True))
+        pieces: list[tuple[int, int]] = []
         for token in token_ids:
             if token != self.config.placeholder:
                 expanded.append(token)
                 continue
-            picture = next(waiting)
-            span = self._expansion.expand(picture.width, picture.height, picture.options, self._encode)
-            num_embeds = span.num_units * span.unit_embeds
-            if num_embeds > self.config.most_embeds:
-                raise RequestError(
-                    f"An image of {picture.width} × {picture.height} pixels has {num_embeds} embeddings, but "
-                    f"the engine holds at most {self.config.most_embeds}: make it smaller."
-                )
-            spans.append((len(expanded), span))
-            expanded += span.token_ids
-        return expanded, spans
+            if not pieces:
+                picture, span = next(waiting)
+                _check_size(picture, span, self.config.most_embeds)
+                pieces = list(span.pieces) if in_pieces and span.pieces else [(0, len(span.token_ids))]
+                offset, runs = len(expanded), list[tuple[int, int]]()
+            first, length = pieces.pop(0)
+            place = len(expanded) - offset - first
+            runs += [(place + run, count) for run, count in span.runs if first <= run < first + length]
+            expanded += span.token_ids[first : first + length]
+            if not pieces:
+                laid.append(LaidOut(offset, len(expanded) - offset, runs, span))
+        return expanded, laid
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -225,6 +252,15 @@ class PromptImages:
         from transformers import AutoImageProcessor
 
         return AutoImageProcessor.from_pretrained(self._path, backend="pil")
+
+
+def _check_size(picture: Measured, span: Span, most_embeds: int) -> None:
+    num_embeds = span.num_units * span.unit_embeds
+    if num_embeds > most_embeds:
+        raise RequestError(
+            f"An image of {picture.width} × {picture.height} pixels has {num_embeds} embeddings, but the "
+            f"engine holds at most {most_embeds}: make it smaller."
+        )
 
 
 def _check_placeholder(token: Any, placeholder: int, tokenizer: Tokenizer) -> None:

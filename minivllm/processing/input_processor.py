@@ -13,7 +13,7 @@ import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +124,8 @@ class InputProcessor:
             prompt = {**({"prompt": prompt} if isinstance(prompt, str) else prompt), "cache_salt": cache_salt}
         params = self.get_default_sampling_params() if params is None else params
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        text, token_ids, cache_salt = self._read_prompt(prompt)
         pictures = self._read_pictures(prompt)
+        text, token_ids, cache_salt = self._read_prompt(prompt, pictures)
         items: list[ImageItem] = []
         if self.images is not None:
             token_ids, items = self.images.expand(token_ids, pictures)
@@ -240,7 +240,7 @@ class InputProcessor:
             add_special_tokens=add_special_tokens,
             parse_special_tokens=parse_special_tokens,
             max_characters=self._max_characters(tokenizer),
-            edit=str if self.images is None else self.images.surrounded,
+            edit=str if self.images is None else partial(self.images.written, pictures=pictures),
             **dict(chat_template_kwargs or {}),
         )
         self._check_num_characters(text, tokenizer)
@@ -265,7 +265,9 @@ class InputProcessor:
         value = _generation_config(self.config.model_path)[1].get("max_new_tokens")
         return value if isinstance(value, int) else None
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+    def _read_prompt(
+        self, prompt: Prompt, pictures: Sequence[Picture]
+    ) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt), all of them valid."""
         fields: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(fields, Mapping):
@@ -299,8 +301,8 @@ class InputProcessor:
             )
         else:
             tokenizer = self._require_tokenizer("A text prompt")
-            if self.images is not None and fields.get("multi_modal_data"):
-                text = self.images.surrounded(text)
+            if self.images is not None and pictures:
+                text = self.images.written(text, pictures)
             self._check_num_characters(text, tokenizer)
             token_ids = tokenizer.encode(text)
             self._check_token_ids("prompt.tokens", token_ids)
@@ -309,7 +311,7 @@ class InputProcessor:
         return text, token_ids, cache_salt
 
     def _read_pictures(self, prompt: Prompt) -> list[Picture]:
-        fields: Mapping[str, Any] = {} if isinstance(prompt, str) else prompt
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         data = fields.get("multi_modal_data")
         if not data:
             return []

@@ -468,12 +468,12 @@ def reference(directory: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def expected(
-    directory: Path, text: str, images: list[Image.Image], num_tokens: int
+    directory: Path, text: str, images: list[Image.Image], num_tokens: int, **options: Any
 ) -> tuple[list[int], torch.Tensor]:
     """Tokens that transformers generates greedily, and the logits [tokens,
-    vocab] that they were taken from."""
+    vocab] that they were taken from. options: of its processor."""
     model, processor = reference(directory)
-    inputs = processor(images=images or None, text=text, return_tensors="pt")
+    inputs = processor(images=images or None, text=text, return_tensors="pt", **options)
     with torch.inference_mode():
         out = model.generate(
             **inputs,

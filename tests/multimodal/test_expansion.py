@@ -51,8 +51,13 @@ def test_spans_and_pixels_of_any_size(directories: dict[str, Path], kind: str, s
         inputs = processor(
             images=[image], text="<image>", return_tensors="np", add_special_tokens=False, **choice
         )
-        around = tokenizer.encode(expansion.around, add_special_tokens=False) if expansion.around else []
-        assert [*around, *span.token_ids, *around] == inputs["input_ids"][0].tolist()
+        written = tokenizer.encode(expansion.written("<image>", *size, choice), add_special_tokens=False)
+        pieces = iter(span.pieces or [(0, len(span.token_ids))])
+        whole: list[int] = []
+        for token in written:
+            first, count = next(pieces) if token == expansion.placeholder else (0, 0)
+            whole += span.token_ids[first : first + count] if count else [token]
+        assert not list(pieces) and whole == inputs["input_ids"][0].tolist()
         pixels = np.asarray(inputs["pixel_values"])
         moments = 2 if "image_grid_thw" in inputs else 1  # of a patch, in models that see videos
         if "image_position_ids" in inputs:  # patches are padded
@@ -87,7 +92,7 @@ def test_newlines_around_an_image_are_one_token_with_their_neighbours(
     ours = PromptImages(config.images, str(directory), tokenizer)
     images = [picture(seed) for seed in range(text.count("<image>"))]
     pictures = [ours.read_one(image, {}, "an image") for image in images]
-    token_ids = tokenizer.encode(ours.surrounded(text), add_special_tokens=False)
+    token_ids = tokenizer.encode(ours.written(text, pictures), add_special_tokens=False)
     _, processor = reference(directory)
     inputs = processor(images=images or None, text=text, add_special_tokens=False)
     assert ours.expand(token_ids, pictures)[0] == list(inputs["input_ids"][0])

@@ -61,7 +61,7 @@ def test_preempted_requests_answer_the_same(directories: dict[str, Path], kind: 
     prompts = [(f"<s>{number}<image>.", [picture(number)]) for number in range(4)]
     room = {"num_gpu_blocks_override": 11, "max_model_len": 96}
     if kind.startswith("gemma4"):  # an image has about 60 embeddings
-        room = {"num_gpu_blocks_override": 20, "max_model_len": 160}
+        room = {"num_gpu_blocks_override": 16, "max_model_len": 112}
     settings = {**room, "encoder_cache_bytes": 1}
     with engine(directory, enable_prefix_caching=caches, **settings) as llm:
         outputs = llm.generate([prompt(text, *images) for text, images in prompts], params)

@@ -21,10 +21,10 @@ NUM_TOKENS = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
 
 
-def check(llm: LLM, directory: Path, text: str, images: list[Any]) -> None:
-    """Equal tokens, and equal log-probabilities of the likeliest ones."""
-    tokens, logits = expected(directory, text, images, NUM_TOKENS)
-    (output,) = llm.generate(prompt(text, *images), GREEDY)
+def check(llm: LLM, directory: Path, text: str, images: list[Any], **options: bool) -> None:
+    """Equal tokens, and equal log-probabilities of the likeliest ones. options: of an image."""
+    tokens, logits = expected(directory, text, images, NUM_TOKENS, **options)
+    (output,) = llm.generate(prompt(text, *images, mm_processor_kwargs=options), GREEDY)
     completion = output.outputs[0]
     assert completion.token_ids == tokens
     logprobs = torch.log_softmax(logits, dim=-1)

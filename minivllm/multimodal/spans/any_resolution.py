@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm.errors import ModelError, RequestError
 from minivllm.messages import FeatureLines
-from minivllm.multimodal.spans.span import Encode, Options, Span, image_token
+from minivllm.multimodal.spans.span import Encode, Options, Plain, Span, image_token
 
 _STRATEGIES: Mapping[str, str] = {"clip_vision_model": "default", "siglip_vision_model": "full"}
 """Image encoder -> the strategy that selects its patches alone. CLIP has a token of the whole image first."""
@@ -17,15 +17,10 @@ _MOST_RATIO = 1.1
 """Of a side of an image's features to that which they should have; above, they are resized."""
 
 
-class AnyResolution:
+class AnyResolution(Plain):
     """LLaVA-NeXT, LLaVA-OneVision: an image is resized to the listed size that suits it best, padded there,
     and cut into tiles. The whole image is the first unit. All are one run, without the features of padding,
     and with a newline after each line of features. OneVision resizes features where there are too many."""
-
-    options: tuple[str, ...] = ()
-    sees_itself = False
-    around = ""
-    resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         is_next = config["model_type"] == "llava_next"

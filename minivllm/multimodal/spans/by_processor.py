@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from minivllm.errors import ModelError
-from minivllm.multimodal.spans.span import Encode, Options, Span, image_token
+from minivllm.multimodal.spans.span import Encode, Options, Plain, Span, image_token
 
 _SIDES = tuple(round(2 ** (number / 3)) for number in range(43))
 """Sides of images, 1 to 16,384 pixels, of which all pairs are tried to find the image of the most tiles."""
@@ -16,14 +16,10 @@ _OF_MASKS_AND_PLACES = ("mm_token_type_ids", "token_type_ids")
 _OF_LAYERS = ("visual", "vision", "image", "deepstack", "cross")
 
 
-class ByProcessor:
+class ByProcessor(Plain):
     """Images that are cut into tiles of one size, or are one: as many as the image processor's
     ``get_number_of_image_patches`` says, which transformers resizes, and whose span the processor's
     ``replace_image_token`` writes."""
-
-    options: tuple[str, ...] = ()
-    sees_itself = False
-    around = ""
 
     def __init__(self, config: Mapping[str, Any], directory: str) -> None:
         """config: the entries of config.json. Raises ModelError where the family does something else with
@@ -58,7 +54,7 @@ class ByProcessor:
         """Raises ModelError where features take more than the places of embeddings."""
         from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
-        model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self._config)]
+        model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self._config)]
         encode = getattr(MODEL_MAPPING.get(type(self._config), None), "get_image_features", None)
         if encode is None:
             raise self._refuse(f"the body of {model.__name__} has no get_image_features")
@@ -70,7 +66,7 @@ class ByProcessor:
         for name, parameter in list(inspect.signature(encode).parameters.items())[2:]:
             if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD:
                 raise self._refuse(f"get_image_features needs {name} besides pixels")
-        language = MODEL_MAPPING.get(type(self._config.get_text_config()), None)
+        language: Any = MODEL_MAPPING.get(type(self._config.get_text_config()), None)
         if language is None:
             raise self._refuse("their language model is of a kind of its own")
         for name in inspect.signature(language.forward).parameters:
@@ -86,10 +82,12 @@ class ByProcessor:
             raise self._refuse("transformers has no processor for them")
         parts = {}
         try:
-            given = PROCESSOR_MAPPING[type(self._config)]
+            given: Any = PROCESSOR_MAPPING[type(self._config)]
             parts["image_processor"] = AutoImageProcessor.from_pretrained(self._directory, backend="pil")
             parts["tokenizer"] = AutoTokenizer.from_pretrained(self._directory)
-            kind = type(given.__name__, (given,), {"check_argument_for_proper_class": lambda *ignored: None})
+            kind: Any = type(
+                given.__name__, (given,), {"check_argument_for_proper_class": lambda *ignored: None}
+            )
             settings, _ = kind.get_processor_dict(self._directory)
             processor = kind.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], settings)
         except Exception as error:  # of files, of packages that are not there, of a processor's own

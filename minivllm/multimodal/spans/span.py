@@ -21,7 +21,8 @@ Encode = Callable[[str], list[int]]
 
 
 class Span(NamedTuple):
-    """token_ids: of the span. All others: see ImageItem."""
+    """token_ids: of the span. pieces: (first, count) of what takes the place of each placeholder, where the
+    text of a prompt has several; see ``Expansion.written``. All others: see ImageItem."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -30,6 +31,7 @@ class Span(NamedTuple):
     unit_shape: tuple[int, int, int]
     grid: tuple[int, int] = (0, 0)
     lines: FeatureLines | None = None
+    pieces: tuple[tuple[int, int], ...] = ()
 
 
 class Expansion(Protocol):
@@ -67,13 +69,26 @@ class Expansion(Protocol):
     def sees_itself(self) -> bool:
         """Whether all placeholders of a run see each other."""
 
-    @property
-    def around(self) -> str:
-        """What stands before and after a span as text, so that the tokenizer reads it with its neighbours."""
+    def written(self, marker: str, width: int, height: int, options: Options) -> str:
+        """What a prompt's text has in the place of a placeholder, ``marker``, so that the tokenizer reads it
+        with its neighbours: text of the family's, with one placeholder or several for an image of this size
+        [pixels]."""
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
         """The span of an image of this size [pixels].
         Raises RequestError for one that cannot be resized."""
+
+
+class Plain:
+    """What most families have: no choices, nothing written around an image, which is causal."""
+
+    options: tuple[str, ...] = ()
+    sees_itself = False
+    resizing: Mapping[str, Any] = {}
+
+    def written(self, marker: str, width: int, height: int, options: Options) -> str:
+        """See Expansion."""
+        return marker
 
 
 def image_token(config: Mapping[str, Any]) -> int:

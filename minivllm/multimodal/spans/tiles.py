@@ -7,20 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from minivllm.errors import ModelError
-from minivllm.multimodal.spans.span import Encode, Options, Span, image_token, markers
+from minivllm.multimodal.spans.span import Encode, Options, Plain, Span, image_token, markers
 
 LARGEST_SIDE = 4096
 """Images of tiles are never made larger than that; a constant of Idefics 3's processor."""
 
 
-class Tiles:
+class Tiles(Plain):
     """Idefics 3, SmolVLM: an image is cut into tiles, named by row and column,
     and is added as a small one."""
 
-    options = ("do_image_splitting",)
-    sees_itself = False
-    around = ""
-    resizing: Mapping[str, Any] = {}
+    options: tuple[str, ...] = ("do_image_splitting",)
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         vision = config["vision_config"]
@@ -102,13 +99,11 @@ class Tiles:
         return Span(token_ids, runs, num_units, self.unit_embeds, self.unit_shape)
 
 
-class Canvas:
+class Canvas(Plain):
     """InternVL: an image is resized to the grid of tiles whose shape is nearest to its shape, and is added as
     one more tile. All of them are one run, between two markers."""
 
     options: tuple[str, ...] = ("crop_to_patches",)
-    sees_itself = False
-    around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         size = processor["size"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.spans.span import Encode, Options, Span, image_token, markers
+from minivllm.multimodal.spans.span import Encode, Options, Plain, Span, image_token, markers
 
 MOST_SQUARES = 4096
 """Embeddings of an image of a family that would take many more: it is resized to these."""
@@ -15,13 +15,9 @@ MOST_RATIO = 200
 """Of the longer side of an image to the shorter one; others are refused before they come here."""
 
 
-class Grid:
+class Grid(Plain):
     """Qwen2-VL, Qwen2.5-VL: an image is resized to whole squares of patches, encoded as a whole, and gives
     one run, an embedding for each square, which are rotated by row and column."""
-
-    options: tuple[str, ...] = ()
-    sees_itself = False
-    around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self._square = int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2))
@@ -61,13 +57,9 @@ class Grid:
         return Span([self.placeholder] * count, [(0, count)], 1, count, shape, (rows, columns))
 
 
-class Lines:
+class Lines(Plain):
     """Pixtral, Mistral 3: an image is resized to whole patches, encoded as a whole, and gives a run for each
     line of patches, with a marker after it."""
-
-    options: tuple[str, ...] = ()
-    sees_itself = False
-    around = ""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         merged = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
@@ -107,13 +99,9 @@ class Lines:
         return Span(token_ids, runs, 1, rows * columns, (3, rows * self._patch, columns * self._patch))
 
 
-class Squares:
+class Squares(Plain):
     """Gemma 4: an image is resized to whole squares of patches, as many as it may have, and gives one run, an
     embedding for each square, between two markers. In larger models it sees itself."""
-
-    options: tuple[str, ...] = ()
-    around = ""
-    resizing: Mapping[str, Any] = {}
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self._square = int(processor.get("patch_size", 16)) * int(processor.get("pooling_kernel_size", 3))
