@@ -20,6 +20,9 @@ from transformers import (
     DeepseekVLProcessor,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    JanusProcessor,
     LlamaConfig,
     LlavaProcessor,
     PreTrainedModel,
@@ -38,6 +41,7 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import Dee
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -130,6 +134,23 @@ def _deepseek_vl(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
+def _janus(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
+    """16 embeddings of an image, between two markers. It could draw images too."""
+    _name(tokenizer, {"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"})
+    vision = {name: value for name, value in _VISION.items() if name != "intermediate_size"}
+    drawing = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32}
+    drawing |= {"embed_dim": 4, "num_embeddings": 8, "projection_dim": 8, "image_token_embed_dim": 8}
+    config = JanusConfig(
+        vision_config={**vision, "image_size": 16, "patch_size": 4, "mlp_ratio": 2, "projection_dim": 64},
+        vq_config={**drawing, "num_patches": 4},
+        text_config=LlamaConfig(**_settings(text)),
+        image_token_id=2,
+        tie_word_embeddings=False,
+    )
+    images = JanusImageProcessorPil(size={"height": 16, "width": 16}, min_size=2)
+    return JanusForConditionalGeneration(config), JanusProcessor(images, tokenizer, num_image_tokens=16)
+
+
 def _gemma4(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, is_small: bool = False) -> Made:
     """Squares of 8 × 8 pixels, at most 70 of them, which see one another in the layers with a window. Keys
     are values in the others, with heads of other sizes. is_small: they do not see one another; layers read
@@ -178,6 +199,7 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any], PreTrainedTokenizerFast], Made
     "qianfan-ocr": _qianfan_ocr,
     "vipllava": _vipllava,
     "deepseek-vl": _deepseek_vl,
+    "janus": _janus,
     "gemma4": _gemma4,
     "gemma4-small": partial(_gemma4, is_small=True),
 }

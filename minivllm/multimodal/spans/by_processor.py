@@ -63,7 +63,8 @@ class ByProcessor(Plain):
             raise self._refuse("their tokens see what comes later, or are rotated by row and column")
         if "inputs_embeds" not in given or "pixel_values" not in given:
             raise self._refuse(f"{model.__name__} takes no inputs_embeds in the place of images")
-        for name, parameter in list(inspect.signature(encode).parameters.items())[2:]:
+        self._read_of_images = inspect.signature(encode).parameters
+        for name, parameter in list(self._read_of_images.items())[2:]:
             if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD:
                 raise self._refuse(f"get_image_features needs {name} besides pixels")
         language: Any = MODEL_MAPPING.get(type(self._config.get_text_config()), None)
@@ -92,7 +93,7 @@ class ByProcessor(Plain):
             processor = kind.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], settings)
         except Exception as error:  # of files, of packages that are not there, of a processor's own
             said = " ".join(str(error).split())
-            raise self._refuse(f"their processor cannot be made without torchvision ({said})") from error
+            raise self._refuse(f"their processor cannot be made here ({said})") from error
         writes = given.replace_image_token is not ProcessorMixin.replace_image_token
         if not writes or getattr(processor, "image_token", None) is None:
             raise self._refuse(f"{given.__name__} does not say what stands for one of them")
@@ -106,8 +107,14 @@ class ByProcessor(Plain):
         shapes = set()
         unscaled = {**self.resizing, "do_rescale": False, "do_normalize": False}
         for size in ((64, 48), (300, 40), (40, 300), (700, 700)):
-            found = self._processor.image_processor(Image.new("RGB", size), **unscaled)
-            values = np.asarray(found["pixel_values"])
+            try:
+                found = self._processor.image_processor(Image.new("RGB", size), **unscaled)
+                values = np.asarray(found["pixel_values"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._refuse(f"their processor gives no pixels of one image ({error!r})") from error
+            besides = sorted((set(found) & set(self._read_of_images)) - {"pixel_values"})
+            if besides:
+                raise self._refuse(f"get_image_features reads {besides[0]} besides pixels")
             if values.ndim < 4 or values.shape[-3] != 3:
                 raise self._refuse("their processor gives something else than tiles of red, green and blue")
             shapes.add(values.shape[-3:])
@@ -146,8 +153,7 @@ class ByProcessor(Plain):
         """Raises ModelError where it does not follow from the number of tiles."""
         import numpy as np
 
-        pixels = np.broadcast_to(np.uint8(0), (1, num_tiles, *self.unit_shape))
-        pixels = pixels[0] if num_tiles == 1 else pixels
+        pixels = np.broadcast_to(np.uint8(0), (num_tiles, *self.unit_shape))
         try:
             text = self._processor.replace_image_token(
                 {"pixel_values": pixels, "num_patches": [num_tiles]}, 0
