@@ -88,7 +88,7 @@ def _aya_vision(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
 def _qianfan_ocr(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
     """Tiles of 16 × 16 pixels with 4 embeddings each, at most 5 of them and the whole image, in one run."""
     names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<soft>"}
-    _name(tokenizer, names)
+    name_tokens(tokenizer, names)
     config = QianfanOCRConfig(
         vision_config={
             **_VISION,
@@ -121,7 +121,7 @@ def _vipllava(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Ma
 
 def _deepseek_vl(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
     """25 embeddings of an image, which is padded to a square."""
-    _name(tokenizer, {"image_token": "<image>"})
+    name_tokens(tokenizer, {"image_token": "<image>"})
     config = DeepseekVLConfig(
         vision_config=SiglipVisionConfig(**_VISION, image_size=20, patch_size=4),
         text_config=LlamaConfig(**_settings(text)),
@@ -136,7 +136,7 @@ def _deepseek_vl(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) ->
 
 def _janus(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Made:
     """16 embeddings of an image, between two markers. It could draw images too."""
-    _name(tokenizer, {"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"})
+    name_tokens(tokenizer, {"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"})
     vision = {name: value for name, value in _VISION.items() if name != "intermediate_size"}
     drawing = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32}
     drawing |= {"embed_dim": 4, "num_embeddings": 8, "projection_dim": 8, "image_token_embed_dim": 8}
@@ -157,7 +157,7 @@ def _gemma4(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, is_smal
     embeddings of their own, and some keys and values of other layers."""
     names = {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<image>"}
     names |= {"boa_token": "[IMG_BREAK]", "eoa_token": "[IMG_END]", "audio_token": "<soft>"}
-    _name(tokenizer, names)
+    name_tokens(tokenizer, names)
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     ids["eoa_token_index"] = ids.pop("eoa_token_id")
     settings = {**_settings(text), "num_hidden_layers": 4, "sliding_window": 12, "head_dim": 16}
@@ -189,7 +189,7 @@ def _gemma4(text: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, is_smal
     return Gemma4ForConditionalGeneration(config), processor
 
 
-def _name(tokenizer: PreTrainedTokenizerFast, names: Mapping[str, str]) -> None:
+def name_tokens(tokenizer: PreTrainedTokenizerFast, names: Mapping[str, str]) -> None:
     """Have a tokenizer call some of its tokens so."""
     tokenizer._set_model_specific_special_tokens(dict(names))
 

@@ -17,7 +17,16 @@ from minivllm.engine.resolve import resolve
 from minivllm.errors import ModelError
 from minivllm.multimodal.spans.by_processor import ByProcessor
 from tests.multimodal.conftest import engine
-from tests.multimodal.models import KINDS, expected, picture, prompt, save_lines_of_tiles, text_config
+from tests.multimodal.models import (
+    KINDS,
+    expected,
+    make_tokenizer,
+    picture,
+    prompt,
+    save_lines_of_tiles,
+    text_config,
+)
+from tests.multimodal.other_models import name_tokens
 from tests.multimodal.test_parity import check
 
 NAMED = [kind for kind in KINDS if not kind.startswith("qwen")]
@@ -63,9 +72,16 @@ def vars_of(directory: Path) -> dict[str, Any]:
             "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4, "max_model_len": 256}  # fmt: skip
 
 
-@pytest.mark.parametrize("size", ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}))
-def test_several_workers(directories: dict[str, Path], size: dict[str, int]) -> None:
-    directory = directories["vipllava"]
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("vipllava", {"tensor_parallel_size": 2}),
+        ("vipllava", {"pipeline_parallel_size": 2}),
+        ("gemma4-small", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_several_workers(directories: dict[str, Path], kind: str, size: dict[str, int]) -> None:
+    directory = directories[kind]
     with LLM(**vars_of(directory), **size) as llm:
         images = [picture(0), picture(1)]
         text = "<s>a<image>b<image>c"
@@ -96,6 +112,28 @@ def test_compiled_steps_of_text_and_uncompiled_ones_of_images_agree(
 )
 def test_families_that_do_something_else_with_images_say_so(tmp_path: Path, family: str, reason: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ModelError, match=f"Images of models of type '{family}' are not served: .*{reason}"):
+        ByProcessor({"model_type": family}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "images", "reason"),
+    [
+        ("cohere2_vision", "Cohere2VisionImageProcessor", "their processor cannot be made here"),
+        ("aria", "AriaImageProcessor", "get_image_features reads pixel_mask besides pixels"),
+        ("exaone4_5", "Qwen2VLImageProcessor", "get_image_features reads image_grid_thw besides pixels"),
+        ("ovis2", "Ovis2ImageProcessor", "their processor needs more than the number of their tiles"),
+        ("blip-2", "BlipImageProcessor", "Blip2Processor does not say what stands for one of them"),
+    ],
+)
+def test_processors_that_do_something_else_say_so(
+    tmp_path: Path, family: str, images: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": images}))
+    tokenizer = make_tokenizer()
+    name_tokens(tokenizer, {"image_token": "<image>"})
+    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"Images of models of type '{family}' are not served: .*{reason}"):
         ByProcessor({"model_type": family}, str(tmp_path))
 

@@ -137,8 +137,9 @@ def test_random_requests_and_aborts_leave_nothing(directories: dict[str, Path]) 
             assert core.encodings.num_bytes <= 80 * 64 * 4
 
 
-def test_sleep_and_new_weights_forget_images(directories: dict[str, Path]) -> None:
-    directory = directories["clip"]
+@pytest.mark.parametrize("kind", ("clip", "gemma4", "aya-vision"))
+def test_sleep_and_new_weights_forget_images(directories: dict[str, Path], kind: str) -> None:
+    directory = directories[kind]
     text, images = "<s><image>", [picture(0)]
     with engine(directory) as llm:
         for level in (1, 2):

@@ -84,13 +84,13 @@ class Eye:
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every weight by ``change(weight)``; see Model."""
         for module in self.parts.values():
-            for tensor in module.parameters():
+            for _, tensor in _tensors(module):
                 tensor.data = change(tensor.data)
 
     def take_weights(self, other: Eye) -> None:
         """Take over the weights of an eye that was loaded in the same way."""
         for name, module in self.parts.items():
-            for tensor, theirs in zip(module.parameters(), other.parts[name].parameters(), strict=True):
+            for (_, tensor), (_, theirs) in zip(_tensors(module), _tensors(other.parts[name]), strict=True):
                 tensor.data = theirs.data
 
 
@@ -190,8 +190,8 @@ def _load(directory: Path, parts: Parts, is_joined: bool) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in module.named_parameters():
-        yield name, tensor.data
+    """What checkpoints hold of a module, by name."""
+    yield from module.named_parameters()
     persistent = module.state_dict().keys()
     yield from ((name, tensor) for name, tensor in module.named_buffers() if name in persistent)
 
