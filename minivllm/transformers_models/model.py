@@ -124,7 +124,7 @@ class TransformersModel:
         self._picked: Tensor | None = None
         self._compute_body = self._body.forward
         self._body.forward = self._run_body
-        if self._language is not self._body and self._stage.is_first:
+        if self._stage.is_first:
             embedding = self.module.get_input_embeddings()
             self._embed = embedding.forward
             embedding.forward = self._embed_with_images
