@@ -129,7 +129,7 @@ class PromptImages:
             None if self._tokenizer is None else self._tokenizer.backend.id_to_token(self.config.placeholder)
         )
 
-    def written(self, text: str, pictures: Sequence[Picture] | None) -> str:
+    def written(self, text: str, pictures: Sequence[Measured] | None) -> str:
         """A prompt's text with what a family writes for each of its pictures, and a placeholder for each
         mark. pictures: None where nothing was chosen for any; then their sizes do not matter."""
         marker = self._marker
