@@ -83,6 +83,7 @@ class FlexAttention:
         else:
             self._single = short("decode attention", 1, self.decode_batches)
             self._few = short("verify attention", context.few_tokens) if context.few_tokens > 1 else None
+        self.settles = self._single.settles  # drafts are single tokens or few
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)

@@ -27,6 +27,8 @@ class GatheredTiles(QueryTiles):
     """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads. The kernel
     takes the queries out of the step and puts back what it finds for them."""
 
+    settles = False
+
     @property
     def _blocks_together(self) -> int:
         dtype = self._compute_dtype or self._context.query_dtype

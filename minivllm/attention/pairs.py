@@ -140,6 +140,8 @@ class RowPairs:
     in float32 bound them, not memory (0.97 with 2 rows of 3 heads, 1.28 with 4).
     """
 
+    settles = False
+
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
         self._context = context
         self._rule = rule

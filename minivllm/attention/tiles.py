@@ -27,7 +27,7 @@ from kernels_triton_free.attention import (
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.interface.backend import AttentionContext, StepRows
 from minivllm.attention.interface.rule import AttentionRule
-from minivllm.attention.lists.bounds import HostBounds, bounds_of
+from minivllm.attention.lists.bounds import HostBounds, bounds_of, first_seen_on_device
 from minivllm.attention.lists.key_groups import KeyGroups
 from minivllm.attention.lists.tile_lists import (
     BlockLists,
@@ -97,6 +97,8 @@ class QueryTiles:
     queries.
     """
 
+    settles = True
+
     def __init__(
         self,
         context: AttentionContext,
@@ -141,7 +143,7 @@ class QueryTiles:
                 names = [f"{name}.{index}" for name in BlockLists._fields[: 4 if tells_full else 2]]
                 self._list_names[reach] = names
                 fields |= {name: (capacity, 1, 1, *([] if "count" in name else [width])) for name in names}
-        self._buffer = StagingBuffer(fields, context.device)
+        self._buffer = StagingBuffer(fields, context.device, depth=context.launches_ahead)
         self._has_batches = bool(batches)
         self._kernels: dict[tuple[AttentionSpec, int | None], tuple[Callable, Reach]] = {}
         for batch in batches or (None,):
@@ -221,8 +223,8 @@ class QueryTiles:
     def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
         """Tiles of these rows, whose tokens begin with token ``first_token`` of the step;
         at least ``least``."""
-        host, device, size = self._buffer.host, self._buffer.device, self.size
         self._buffer.begin()
+        host, device, size = self._buffer.host, self._buffer.device, self.size
         packing: tuple[Tensor, ...] = ()
         ahead, groups = None, None
         if size == 1:
@@ -258,7 +260,19 @@ class QueryTiles:
         sent = {
             reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()
         }
+        if rows.shift is not None and self.settles:
+            self._settle(sent, rows.shift, None if size == 1 else packing[0] - first_token)
         return Tiles(count, read.lists, sent, read.kv_position, read.step_blocks, *packing)
+
+    def _settle(self, bounds: dict[Reach, Bounds], shift: Tensor, tokens: Tensor | None) -> None:
+        """Move bounds back by ``shift`` int64 [tokens of these rows]. tokens int [tiles * size]: which of
+        them each query is, none of them for padding, which sees nothing in any case; None: each is a tile."""
+        moved = shift if tokens is None else shift[tokens.clamp(min=0)]
+        for reach, (high, low) in bounds.items():
+            seen = high.view(-1)[: len(moved)]
+            seen -= moved
+            if low is not None and reach.is_limited:
+                low.view(-1)[: len(moved)] = first_seen_on_device(seen, reach)
 
     def _copied(self, rows: StepRows) -> KeyGroups | None:
         """What is copied for these rows before it is read; None: the cache is read in place."""
@@ -270,6 +284,12 @@ class QueryTiles:
         """What these tiles read, padded to ``count`` of them. groups: from ``_copied``."""
         tables = self._context.tables
         slots, edges = rows.slots[cut.row[:, 0]], edges_of(cut, seen)
+        if rows.unsure is not None:
+            lowest = cut.position[:, 0] - rows.unsure[cut.row[:, 0]]
+            edges = {
+                reach: (bounds_of(lowest, self._read_reach(reach)), last)
+                for reach, (_, last) in edges.items()
+            }
         lists = self._lists(tables.block_table.host, slots, edges, count, self._width, tables.block_size)
         return TilesRead(lists, seen, tables.kv_position.device.view(-1), None)
 

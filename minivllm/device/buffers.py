@@ -7,6 +7,7 @@ On another device only what changed crosses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 class StagingBuffer:
     """Many small int32 arrays in one pinned host buffer that crosses to the device in a single copy per
-    step."""
+    step.
 
-    def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        """fields: name -> shape. Each becomes a numpy view (``host[name]``) and a tensor
+    depth: steps that may be launched before the first of them has begun. Each has a host buffer, and they
+    take turns; on a CPU, where the device's memory is the host's, there is one.
+    """
+
+    def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device, *, depth: int = 1) -> None:
+        """fields: name -> shape. Each becomes a numpy view (``host[name]``, after ``begin``) and a tensor
         (``device[name]``)."""
         sizes = {name: int(np.prod(shape)) for name, shape in fields.items()}
         # Sixteen elements are one cache line:
@@ -42,30 +47,36 @@ class StagingBuffer:
             starts[name] = total
             total += -(-size // 16) * 16
         cuda = device.type == "cuda"
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=cuda)
-        self._device = torch.zeros(total, dtype=torch.int32, device=device) if cuda else self._host
-        self._copied = torch.cuda.Event() if cuda else None
-        array = self._host.numpy()
-        self.host: dict[str, np.ndarray] = {}
+        self._hosts = [
+            torch.zeros(total, dtype=torch.int32, pin_memory=cuda) for _ in range(depth if cuda else 1)
+        ]
+        self._device = torch.zeros(total, dtype=torch.int32, device=device) if cuda else self._hosts[0]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
+        self._turn = 0
+        self._views: list[dict[str, np.ndarray]] = [{} for _ in self._hosts]
         self.device: dict[str, Tensor] = {}
         for name, shape in fields.items():
             part = slice(starts[name], starts[name] + sizes[name])
-            self.host[name] = array[part].reshape(shape)
+            for views, host in zip(self._views, self._hosts):
+                views[name] = host.numpy()[part].reshape(shape)
             self.device[name] = self._device[part].view(shape)
+        self.host = self._views[0]
 
     def begin(self) -> None:
-        """To be called before writing: wait until the last commit has left the host's side.
+        """To be called before writing: wait until the commit of this turn's buffer has left the host's side.
 
         A step that samples nothing leaves the host ahead of the device, whose copy may still be queued.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copied:
+            self._turn = (self._turn + 1) % len(self._hosts)
+            self.host = self._views[self._turn]
+            self._copied[self._turn].synchronize()
 
     def commit(self) -> None:
         """Make what was written on the host visible to the device."""
-        if self._copied is not None:
-            self._device.copy_(self._host, non_blocking=True)
-            self._copied.record()
+        if self._copied:
+            self._device.copy_(self._hosts[self._turn], non_blocking=True)
+            self._copied[self._turn].record()
 
 
 class MirroredTable:
@@ -98,6 +109,11 @@ class MirroredTable:
         index = to_device(rows * self.host.shape[1] + columns, self.device.device)
         self.device.view(-1).index_copy_(0, index, values.to(torch.int32))
 
+    def put_at(self, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+        """Set [rows[i], columns[i]] on the device to values[i], all int64 there, of shapes that broadcast."""
+        places = rows * self.host.shape[1] + columns
+        self.device.view(-1)[places.flatten()] = values.flatten().to(torch.int32)
+
     def flush(self) -> None:
         """Send what was written since the last flush: indices and values in one copy each."""
         if not self._changed:
@@ -118,8 +134,8 @@ class ReadBack:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """tensor [n] int, not to be overwritten.
+    def start(self, tensor: Tensor) -> Callable[[], list[Any]]:
+        """tensor [n] or [n, m] int, not to be overwritten.
         The returned function waits until it has arrived, and for nothing that was launched after it."""
         if self._stream is None:
             return tensor.tolist
@@ -132,7 +148,7 @@ class ReadBack:
         # Its memory must not serve another tensor before the copy is done.
         tensor.record_stream(self._stream)
 
-        def wait() -> list[int]:
+        def wait() -> list[Any]:
             copied.synchronize()
             return host.tolist()
 

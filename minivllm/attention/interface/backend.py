@@ -43,6 +43,11 @@ class StepRows(NamedTuple):
     ahead: np.ndarray | None = None
     """int64 [tokens, without padding]: the last position that each sees in layers that look ahead, see
     ``look_ahead``. None: no token sees a later one."""
+    unsure: np.ndarray | None = None
+    """int64 [rows]: by how much the first token may lie before ``starts``. None: nowhere."""
+    shift: Tensor | None = None
+    """int64 [tokens, without padding] on the device: by how much each lies before that; given with
+    ``unsure``, to backends that settle."""
 
     @property
     def positions(self) -> np.ndarray:
@@ -52,12 +57,20 @@ class StepRows(NamedTuple):
 
     def cut(self, begin: int, end: int) -> StepRows:
         """Some of the rows, to be looked at alone."""
-        part, ahead = slice(begin, end), self.ahead
-        if ahead is not None:
+        part, ahead, unsure, shift = slice(begin, end), self.ahead, self.unsure, self.shift
+        if ahead is not None or unsure is not None:
             first = int(self.counts[:begin].sum())
-            ahead = ahead[first : first + int(self.counts[part].sum())]
+            tokens = slice(first, first + int(self.counts[part].sum()))
+            ahead = None if ahead is None else ahead[tokens]
+            shift = None if shift is None else shift[tokens]
+            unsure = None if unsure is None else unsure[part]
         return self._replace(
-            slots=self.slots[part], starts=self.starts[part], counts=self.counts[part], ahead=ahead
+            slots=self.slots[part],
+            starts=self.starts[part],
+            counts=self.counts[part],
+            ahead=ahead,
+            unsure=unsure,
+            shift=shift,
         )
 
 
@@ -108,6 +121,8 @@ class AttentionContext:
     policy: DevicePolicy
     device: torch.device
     in_strips: bool = False
+    launches_ahead: int = 1
+    """Steps that may be prepared before the device begins the first of them."""
     shares_kernels: bool = False
     """Other layers of the model do not see all earlier keys. Kernels then take both bounds, also where the
     first one is 0 everywhere, so that one serves all layers."""
@@ -130,7 +145,11 @@ class AttentionContext:
 
 class AttentionBackend(Protocol):
     """Attends to the paged cache. Made by a factory from an AttentionContext;
-    see ``minivllm.register_attention``."""
+    see ``minivllm.register_attention``.
+
+    A backend with an attribute ``settles`` that is true takes rows of few tokens whose positions only the
+    device knows (``StepRows.shift``). Otherwise a step with such rows waits until the host knows them.
+    """
 
     @property
     def decode_batches(self) -> Sequence[int]:

@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from minivllm.specs.attention import Reach
 
@@ -59,6 +61,12 @@ def first_seen(query: np.ndarray, reach: Reach) -> np.ndarray:
     """The first position that queries at these positions see, both int64."""
     begin = np.zeros_like(query) if reach.window is None else np.maximum(query - reach.window + 1, 0)
     return begin if reach.chunk is None else np.maximum(begin, query - query % reach.chunk)
+
+
+def first_seen_on_device(query: Tensor, reach: Reach) -> Tensor:
+    """``first_seen`` for positions that only the device knows, of any int dtype."""
+    begin = torch.zeros_like(query) if reach.window is None else (query - reach.window + 1).clamp_(min=0)
+    return begin if reach.chunk is None else torch.maximum(begin, query - query % reach.chunk)
 
 
 def look_ahead(starts: np.ndarray, counts: np.ndarray, runs: Sequence[Sequence[Run]]) -> np.ndarray:

@@ -40,6 +40,7 @@ class GatheredLatents:
     context no longer than it needs. The widths are known on the host, so nothing waits for the device."""
 
     decode_batches: Sequence[int] = ()
+    settles = True
 
     def __init__(self, context: AttentionContext) -> None:
         self._context = context
@@ -54,7 +55,7 @@ class GatheredLatents:
             number = len(list(equal))
             own = slice(row, row + number)
             if count <= max(1, self._context.few_tokens):
-                tiles.append(self._tiles(rows.slots[own], rows.starts[own], count, token))
+                tiles.append(self._tiles(rows.slots[own], rows.starts[own], count, token, rows.shift))
                 token += number * count
             else:
                 for one in range(row, row + number):
@@ -69,18 +70,21 @@ class GatheredLatents:
             row += number
         return tuple(tiles)
 
-    def _tiles(self, slots: np.ndarray, first: np.ndarray, size: int, token: int) -> LatentTiles:
+    def _tiles(
+        self, slots: np.ndarray, first: np.ndarray, size: int, token: int, shift: Tensor | None = None
+    ) -> LatentTiles:
         """One tile of ``size`` queries for each request:
-        int64 [tiles] batch slots, and positions of first queries."""
+        int64 [tiles] batch slots, and positions of first queries. shift: see StepRows."""
         tables, device = self._context.tables, self._context.device
         num_blocks = (first + size - 1) // tables.block_size + 1
         width = int(num_blocks.max())
         table = tables.block_table.host[slots, :width]
         table[np.arange(width) >= num_blocks[:, None]] = 0
         position = (first[:, None] + np.arange(size)).astype(np.int32)
-        return LatentTiles(
-            token, token + len(slots) * size, to_device(table, device), to_device(position, device)
-        )
+        end, q_position = token + len(slots) * size, to_device(position, device)
+        if shift is not None:
+            q_position = (q_position - shift[token:end].view(-1, size)).int()
+        return LatentTiles(token, end, to_device(table, device), q_position)
 
     def attend(
         self,

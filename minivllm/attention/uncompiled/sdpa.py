@@ -14,7 +14,7 @@ from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.interface.backend import AttentionContext, StepRows
 from minivllm.attention.interface.rule import CAUSAL, AttentionRule
-from minivllm.attention.lists.bounds import bounds_of, first_seen
+from minivllm.attention.lists.bounds import bounds_of, first_seen, first_seen_on_device
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
@@ -26,7 +26,8 @@ class GatheredRows(NamedTuple):
     spans: list[tuple[Tensor, int, int]]
     """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens."""
     bounds: dict[Reach, Bounds]
-    """Of all tokens [tokens], for layers whose tokens do not always see all up to themselves."""
+    """Of all tokens [tokens], for layers whose tokens do not always see all up to themselves, or where
+    positions are those of the device."""
 
 
 class SdpaAttention:
@@ -36,6 +37,7 @@ class SdpaAttention:
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         rule.check(context.specs)
+        self.settles = not rule.needs_positions
         self._context = context
         self._rule = rule
         self._reach_of = {spec: spec.reach for spec in context.specs}
@@ -48,7 +50,8 @@ class SdpaAttention:
         tables = self._context.tables
         first = np.zeros_like(rows.starts)
         if self._rule.visibility is None:
-            seen = [first_seen(rows.starts, reach) for reach in self._context.reaches]
+            lowest = rows.starts if rows.unsure is None else rows.starts - rows.unsure
+            seen = [first_seen(lowest, reach) for reach in self._context.reaches]
             first = np.min(seen, axis=0) // tables.block_size
         spans = []
         for slot, skipped, start, count in zip(
@@ -58,7 +61,22 @@ class SdpaAttention:
             if skipped:
                 blocks = torch.cat([blocks[skipped].repeat(skipped), blocks[skipped:]])
             spans.append((blocks, start, count))
+        if rows.shift is not None:
+            return GatheredRows(spans, self._settled(rows, rows.shift))
         return GatheredRows(spans, {reach: self._bounds(rows, reach) for reach in self._bounded})
+
+    def _settled(self, rows: StepRows, shift: Tensor) -> dict[Reach, Bounds]:
+        """Bounds of all reaches, where the device alone knows the positions. Rows that see themselves belong
+        to prompts, whose positions are known."""
+        high = to_device(rows.positions, self._context.device) - shift
+        found = {}
+        for reach in self._context.reaches:
+            last = high
+            if reach.looks_ahead and rows.ahead is not None:
+                last = to_device(rows.ahead, self._context.device) - shift
+            low = first_seen_on_device(high, reach).int() if reach.is_limited else None
+            found[reach] = Bounds(last.int(), low)
+        return found
 
     def _bounds(self, rows: StepRows, reach: Reach) -> Bounds:
         host = bounds_of(rows.positions, reach, rows.ahead)
