@@ -255,10 +255,16 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: list[BlockTransfer] = msgspec.field(default_factory=list)
 
 
+UNKNOWN = -1
+"""In place of the id of a token that only the workers know."""
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: how many tokens to compute for whom, and what changed since the last step.
 
-    num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
+    num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify;
+    UNKNOWN for guesses that only the workers know. num_guesses: how many guesses the workers make after this
+    step, which stay there; requests that are not named get none.
     finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or
     loaded, and after snapshots are saved; all sources are read before any target is written.
     kv_connector_metadata: None if nothing travels. forget: digests of images whose embeddings are dropped;
@@ -269,6 +275,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_requests: list[NewRequestData] = msgspec.field(default_factory=list)
     cached_requests: list[CachedRequestData] = msgspec.field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    num_guesses: dict[str, int] = msgspec.field(default_factory=dict)
     finished_request_ids: list[str] = msgspec.field(default_factory=list)
     preempted_request_ids: list[str] = msgspec.field(default_factory=list)
     block_copies: list[BlockCopy] = msgspec.field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from minivllm.messages import EngineEvent, EngineRequest, EventType, FinishReason
@@ -87,9 +88,11 @@ class Request:
     are done. There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens`` and
     the drafts, and a new token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
-    num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys
-    and values that a connector promised did not arrive, so it is not asked again. has_waited_for_prefix: it
-    was set aside, which happens once, for a step that computed more of its prompt for another request.
+    num_output_placeholders: steps in flight that will each add a token of unknown value. num_unsure_tokens:
+    drafts in flight, which count as computed: as many tokens more at most. load_failed: keys and values that
+    a connector promised did not arrive, so it is not asked again.
+    has_waited_for_prefix: it was set aside, which happens once, for a step that computed more of its prompt
+    for another request.
     num_settled_slots: up to so many tokens, drafts among them, a running request needs no more of the KV
     cache manager. branch_point: tokens of the longest prefix whose keys and values were cached when it was
     last looked for, whether or not its states were too.
@@ -116,6 +119,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_output_placeholders = 0
+        self.num_unsure_tokens = 0
         self.num_preemptions = 0
         self.num_settled_slots = 0
         self.load_failed = False
@@ -152,6 +156,14 @@ class Request:
         pooling, params = self.engine_request.pooling, self.sampling_params
         is_mean = pooling is not None and pooling.pooling == "mean"
         return is_mean or (params.prompt_logprobs is not None and params.prompt_logprobs_start <= 1)
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether its logits are changed before sampling, by which the tokens before may count."""
+        params = self.sampling_params
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        edits = params.min_tokens, params.logit_bias, params.allowed_token_ids, params.bad_words
+        return penalties != (0.0, 0.0, 1.0) or any(edits)
 
     @property
     def num_reusable_tokens(self) -> int:

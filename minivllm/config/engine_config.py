@@ -182,6 +182,13 @@ class EngineConfig:
         return range(self.nodes.node_rank * count, (self.nodes.node_rank + 1) * count)
 
     @property
+    def num_guesses(self) -> int:
+        """Drafts of each request that the workers guess after every step and keep, with async_scheduling."""
+        if self.speculative is None or not self.async_scheduling:
+            return 0
+        return self.speculative.num_speculative_tokens
+
+    @property
     def max_in_flight(self) -> int:
         """Steps that are handed to the workers before the results of the oldest are taken in:
         one for each stage."""

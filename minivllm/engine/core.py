@@ -61,8 +61,10 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self._lockstep = lockstep
+        # Drafts in flight may be rejected: until then a window begins where it would without them.
+        longest_chunk = config.scheduler.longest_chunk + config.num_guesses
         kv_cache = KVCacheManager(
-            [make_group(group, config.scheduler.longest_chunk) for group in executor.kv_groups],
+            [make_group(group, longest_chunk) for group in executor.kv_groups],
             max_model_len=config.scheduler.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             min_copied_tokens=MIN_COPIED_TOKENS if config.cache.reuse_partial_blocks else None,
@@ -78,6 +80,7 @@ class EngineCore:
             config.scheduler,
             kv_cache,
             async_scheduling=config.async_scheduling,
+            num_guesses=config.num_guesses,
             connector=self._connector,
             load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
             admission=[policy for policy in (admission, self.encodings) if policy is not None],

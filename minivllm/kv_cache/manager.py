@@ -236,7 +236,7 @@ class KVCacheManager:
 
         if new_computed_blocks is None:
             for group in self._dropping:
-                group.drop_skipped_blocks(request_id, num_computed)
+                group.drop_skipped_blocks(request_id, num_computed - request.num_unsure_tokens)
             if self._states:
                 self._keep_snapshots(request, num_computed)
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]

@@ -30,6 +30,7 @@ from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.remote_loads import RemoteLoads
 from minivllm.messages import (
+    UNKNOWN,
     BlockIds,
     CachedRequestData,
     EngineOutput,
@@ -62,6 +63,10 @@ class Scheduler:
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers
     read that one from device memory.
+    num_guesses: with async_scheduling, drafts of each request that the workers guess after every step and
+    keep. The next step is scheduled as if all of them were accepted. Requests whose next token depends on the
+    last ones in other ways than through the model wait for these, and get no drafts. 0: drafts come with
+    results.
     connector: by default no keys and values are transferred.
     load_failure_policy: see KVTransferConfig.
     admission: asked about each waiting request, in this order.
@@ -75,6 +80,7 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         *,
         async_scheduling: bool = False,
+        num_guesses: int = 0,
         connector: KVConnectorScheduler | None = None,
         load_failure_policy: KVLoadFailurePolicy = "recompute",
         admission: Sequence[AdmissionPolicy] = (),
@@ -88,6 +94,7 @@ class Scheduler:
         self.policy = policy or make_policy(config.policy)
         self.waiting = self.policy.make_queue()
         self._async_scheduling = async_scheduling
+        self._num_guesses = num_guesses
         self._connector = connector or KVConnectorScheduler()
         self._load_failure_policy = load_failure_policy
         self.loads = RemoteLoads(kv_cache_manager, self._connector)
@@ -256,7 +263,9 @@ class Scheduler:
             if token_ids:
                 request.num_output_placeholders -= 1
                 if drafts and request_id in drafts:
-                    self._drafting.record(len(drafts[request_id]), len(token_ids) - 1)
+                    num_drafts = len(drafts[request_id])
+                    self._drafting.record(num_drafts, len(token_ids) - 1)
+                    request.num_unsure_tokens -= num_drafts
                     if status is RequestStatus.RUNNING:
                         self._roll_back(request, num_scheduled[request_id], len(token_ids))
                 new_token_ids = append_until_stop(request, token_ids)
@@ -368,9 +377,10 @@ class Scheduler:
             request = running[index]
             num_computed = request.num_computed_tokens
             num_new = len(request.all_token_ids) - num_computed
-            if self._async_scheduling and request.token_mask is None:
-                # A mask for the next token depends on the last one, so that one must be known.
+            if self._async_scheduling and not self._waits(request):
                 num_new += request.num_output_placeholders
+                if self._num_guesses:  # drafts in flight are counted on
+                    num_new += request.num_unsure_tokens
             is_decode = num_new == 1
             if request.draft_token_ids:
                 num_new += len(request.draft_token_ids)
@@ -558,9 +568,22 @@ class Scheduler:
 
     def _plan_drafts(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
         """Send the drafts that fit into this step after the known tokens; drop the rest."""
-        num_drafts = request.num_computed_tokens + num_new_tokens - request.num_tokens
+        num_before = request.num_tokens + request.num_output_placeholders + request.num_unsure_tokens
+        num_drafts = request.num_computed_tokens + num_new_tokens - num_before
         if num_drafts > 0:
             plan.drafts[request.request_id] = request.draft_token_ids[:num_drafts]
+
+    def _waits(self, request: Request) -> bool:
+        """Whether the last token of a request must be known before its next one is scheduled: a mask depends
+        on it, or edits of the logits do, for which a step with drafts would wait."""
+        return request.token_mask is not None or (self._num_guesses > 0 and request.edits_logits)
+
+    def _expect_guesses(self, request: Request) -> int:
+        """Let the next step verify what the workers guess after this one, as far as it can become tokens."""
+        last = request.num_prompt_tokens + request.max_tokens - 1
+        count = max(0, min(self._num_guesses, last - request.num_computed_tokens - 1))
+        request.draft_token_ids = [UNKNOWN] * count
+        return count
 
     def _send(self, plan: StepPlan) -> SchedulerOutput:
         """Make the plan final: computed counts advance as if the step had already run."""
@@ -568,7 +591,7 @@ class Scheduler:
         forget, encode = (
             ([], []) if self._encodings is None else self._encodings.take_step(plan.num_scheduled_tokens)
         )
-        transfers = None
+        transfers, num_guesses = None, dict[str, int]()
         if self._connector.is_connected:
             transfers = self._connector.build_connector_meta(self.kv_cache_manager.take_full_blocks())
         output = SchedulerOutput(
@@ -577,6 +600,7 @@ class Scheduler:
             new_requests=plan.new_requests,
             cached_requests=list(plan.differences.values()),
             draft_token_ids=plan.drafts,
+            num_guesses=num_guesses,
             finished_request_ids=list(self._finished_request_ids),
             preempted_request_ids=plan.preempted,
             kv_connector_metadata=transfers,
@@ -602,6 +626,10 @@ class Scheduler:
                 unfinished_prompts.add(request.request_id)
             else:
                 request.num_output_placeholders += 1
+                if plan.drafts:
+                    request.num_unsure_tokens += len(plan.drafts.get(request.request_id, ()))
+                if self._num_guesses and not self._waits(request):
+                    num_guesses[request.request_id] = self._expect_guesses(request)
         if plan.requests:
             self._num_steps += 1
             self._num_computed_tokens += self.config.max_num_batched_tokens - plan.budget
@@ -627,7 +655,8 @@ class Scheduler:
         num_rejected = num_scheduled - num_sampled
         if num_rejected > 0:
             request.num_computed_tokens -= num_rejected
-            self._rolled_back.add(request.request_id)
+            if not request.num_output_placeholders:  # else the workers know better by now
+                self._rolled_back.add(request.request_id)
 
     def _new_prompt_logprobs(
         self, step: InFlightStep, request_id: str, results: ModelRunnerOutput

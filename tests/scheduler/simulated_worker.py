@@ -17,6 +17,7 @@ from minivllm.kv_cache.group_manager import (
     SlidingWindowManager,
 )
 from minivllm.messages import (
+    UNKNOWN,
     EngineRequest,
     FinishReason,
     ModelRunnerOutput,
@@ -86,6 +87,8 @@ class KnownRequest:
     tables: list[list[int]] | None
     entered_at: int = 0
     sampled: list[int] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    counts_by_itself: bool = False
 
 
 class SimulatedWorker:
@@ -110,6 +113,9 @@ class SimulatedWorker:
         for request_id, count in step.num_scheduled_tokens.items():
             request = self.requests[request_id]
             drafts = step.draft_token_ids.get(request_id, [])
+            if UNKNOWN in drafts and request.counts_by_itself:
+                assert len(drafts) <= len(request.guesses), "only what was asked for is verified"
+                drafts = request.guesses[: len(drafts)]
             token_ids = request.token_ids + drafts
             start, end = request.num_computed_tokens, request.num_computed_tokens + count
             assert count > 0 and end <= len(token_ids)
@@ -134,7 +140,19 @@ class SimulatedWorker:
                 self._check_reads(group, request_id, token_ids, start, end)
         for request_id, (token_ids, start, end) in spans.items():
             self._sample(request_id, token_ids, start, end, results)
+        for request_id, count in step.num_guesses.items():
+            self._guess(self.requests[request_id], count)
         return results
+
+    def _guess(self, request: KnownRequest, count: int) -> None:
+        """Right guesses up to any place. From now on the request's computed tokens are counted here."""
+        request.counts_by_itself = True
+        request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        tokens, right = list(request.token_ids), hash(tuple(request.token_ids)) % (count + 2)
+        for place in range(count):
+            token_id = next_token(tokens)
+            tokens.append(token_id if place < right else (token_id + 1) % VOCAB_SIZE)
+        request.guesses = tokens[len(request.token_ids) :]
 
     def _copy_blocks(self, step: SchedulerOutput) -> None:
         """All sources are read before any target is written."""
@@ -189,7 +207,8 @@ class SimulatedWorker:
                 assert request.tables is not None
                 for table, block_ids in zip(request.tables, difference.new_block_ids, strict=True):
                     table += block_ids
-            request.num_computed_tokens = difference.num_computed_tokens
+            if difference.resumed or not request.counts_by_itself:
+                request.num_computed_tokens = difference.num_computed_tokens
         for request_id, num_computed_tokens in entered:
             assert num_computed_tokens <= len(self.requests[request_id].token_ids) - 1
         assert sum(request.tables is not None for request in self.requests.values()) <= self.max_num_seqs

@@ -54,6 +54,8 @@ KV_GROUPS = st.lists(
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, aborts, blocked requests, drafts, and up to three steps in flight."""
 
+    num_guesses = 0
+
     @initialize(
         policy=st.sampled_from(["fcfs", "priority", "response-ratio"]),
         budget=st.integers(1, 12),
@@ -85,7 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             policy=policy,
         )
-        managers = [layers.manager(num_blocks, budget) for layers, num_blocks in groups]
+        self.depth = depth
+        longest_chunk = budget + self.num_unsure()
+        managers = [layers.manager(num_blocks, longest_chunk) for layers, num_blocks in groups]
         self.manager = KVCacheManager(
             managers, MAX_MODEL_LEN, enable_prefix_caching=caching, min_copied_tokens=min_copied
         )
@@ -93,7 +97,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             pool.continuations.most_tails = pool.num_blocks // 3
         self.scheduler = self.make_scheduler(is_async)
         self.worker = SimulatedWorker(1, max_num_seqs, [layers for layers, _ in groups])
-        self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.given: dict[str, EngineRequest] = {}
         self.received: dict[str, list[EngineOutput]] = {}
@@ -108,6 +111,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_held_up(self) -> bool:
         """Whether requests may wait although nothing runs."""
         return False
+
+    def num_unsure(self) -> int:
+        """Drafts of a request in flight, at most, that the scheduler counts on."""
+        return 0
 
     def settle(self) -> None:
         """Let everything arrive that is on its way beside the steps."""
@@ -153,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             stop_token_ids=stop,
             ignore_eos=ignore_eos,
-            min_tokens=min(min_tokens, max_tokens),
+            min_tokens=min(min_tokens, max_tokens) * (not self.num_guesses or priority > 0),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             prompt_logprobs_start=0 if prompt_logprobs is None else min(prompt_logprobs_start, len(prompt)),
@@ -339,6 +346,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert {block.block_id for block in pool.free_queue} == set(range(1, pool.num_blocks))
 
 
+class GuessingMachine(SchedulerMachine):
+    """The workers guess after every step, and the next ones count on all of the guesses. Requests with
+    min_tokens, of which there are fewer here, wait for their tokens."""
+
+    num_guesses = 3
+
+    def make_scheduler(self, is_async: bool) -> Scheduler:
+        return Scheduler(self.config, self.manager, async_scheduling=True, num_guesses=self.num_guesses)
+
+    def num_unsure(self) -> int:
+        return self.num_guesses * (self.depth - 1)
+
+    def draft(self, seed: int) -> None:
+        """Only the workers guess."""
+
+
 class LongSchedulerMachine(SchedulerMachine):
     """The same, for thousands of steps."""
 
@@ -351,6 +374,8 @@ TestSchedulerLives.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestGuessingLives = GuessingMachine.TestCase
+TestGuessingLives.settings = TestSchedulerLives.settings
 TestSchedulerLivesLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestSchedulerLivesLong.settings = settings(
     max_examples=1000, stateful_step_count=120, deadline=None, suppress_health_check=list(HealthCheck)
@@ -372,10 +397,12 @@ def random_groups(random: Random) -> list[tuple[Layers, int]]:
     return [(layers, random.randint(6, 14)) for layers in kinds]
 
 
-def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
+def busy_life(
+    seed: int, num_actions: int, kind: type[SchedulerMachine] = SchedulerMachine
+) -> SchedulerMachine:
     """The same machine under load: short of blocks, many arrivals, so that preemptions are the rule."""
     random = Random(seed)
-    life = SchedulerMachine()
+    life = kind()
     life.start(
         policy=random.choice(["fcfs", "priority", "priority"]),
         budget=random.randint(2, 12),
@@ -425,6 +452,12 @@ def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
 @pytest.mark.parametrize("seed", range(60))
 def test_busy_lives_keep_every_invariant(seed: int) -> None:
     life = busy_life(seed, num_actions=600)
+    assert not life.scheduler.has_requests() and not life.worker.requests
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_busy_lives_with_guesses_keep_every_invariant(seed: int) -> None:
+    life = busy_life(seed, 600, GuessingMachine)
     assert not life.scheduler.has_requests() and not life.worker.requests
 
 
