@@ -26,6 +26,7 @@ from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
 from minivllm.compilation.row_counts import RowCounts
+from minivllm.device.buffers import to_device
 from minivllm.device.policy import DevicePolicy
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
@@ -95,6 +96,9 @@ class PagedModel:
         self._policy = policy
         self._make_attention = make_attention
         self._groups = batch.groups[:1] if is_draft else batch.groups
+        self._launches_ahead = (
+            1 + limits.num_drafts if is_draft else 1
+        )  # a pass for each guess, in every step
         self._group_of = [0] * len(model.cache_specs)
         for index, group in enumerate(() if is_draft else limits.groups):
             for layer in group.layers:
@@ -136,6 +140,7 @@ class PagedModel:
             token_offset=token_offset,
             groups=self._groups,
             position_axes=model.position_axes,
+            launches_ahead=self._launches_ahead,
         )
 
     def _laid_out(
@@ -245,6 +250,7 @@ class PagedModel:
                 policy=self._policy,
                 device=model.device,
                 in_strips=cache.in_strips,
+                launches_ahead=self._launches_ahead,
                 shares_kernels=self._shares_kernels,
             )
         )
@@ -274,6 +280,13 @@ class PagedModel:
             expected = backend.expected_seconds(inputs.attention[index])
             total += sum(self._num_alike[index, reach] * each for reach, each in expected.items())
         return total
+
+    def last_tokens(self, inputs: StepInputs) -> tuple[Tensor, int]:
+        """The last token of every row, int32 on the device: as many as regions take; and how many there
+        are."""
+        last = np.cumsum(inputs.row_arrays.counts) - 1
+        padded = np.resize(last, self.rows.of_pick(len(last), inputs.token_ids.shape[0]))
+        return to_device(padded.astype(np.int32), self.model.device), len(last)
 
     def _prepare(self, rows: StepRows, drafts: Mapping[int, int] | None = None) -> tuple[Any, ...]:
         """What each backend, and then the update of each kind of state, wants to know of a step.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minivllm.batch.image_positions import shift_after
 from minivllm.batch.states.state_tables import StateTables
+from minivllm.batch.true_lengths import TrueLengths
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
@@ -26,13 +27,17 @@ class WorkerRequest:
     """What the worker keeps of one request, also while it is preempted and owns no slot.
 
     num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet.
-    num_tokens: of the prompt, the outputs and these; counted along, since every step asks it of every row.
+    num_unsure_tokens: those of them that are not there if drafts in flight were rejected. num_tokens: of the
+    prompt, the outputs and the pending ones; counted along, since every step asks it of every row.
+    is_guessed_for: a drafter that guesses on the device has computed all tokens but the newest.
     """
 
     data: EngineRequest
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
+    num_unsure_tokens: int = 0
+    is_guessed_for: bool = False
     slot: int = -1
     num_tokens: int = field(init=False)
 
@@ -90,6 +95,11 @@ class GroupTables:
         blocks = self.block_table.host[slots, positions // self.block_size].astype(np.int64)
         return np.where(blocks, blocks * self.block_size + positions % self.block_size, 0)
 
+    def cache_slots_on_device(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """The same as ``cache_slots`` for int64 [n] on the device, where the tables must be up to date."""
+        blocks = self.block_table.device[slots, positions // self.block_size].long()
+        return torch.where(blocks > 0, blocks * self.block_size + positions % self.block_size, 0)
+
     def flush(self) -> None:
         """Send all differences to the device."""
         self.block_table.flush()
@@ -102,7 +112,8 @@ class PersistentBatch:
     token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare:
     positions end at max_model_len - 1, and an EAGLE head reads one token further. tables: of each KV group.
     groups, states: those with the blocks of layers that attend, and with the states of those that keep one,
-    which come behind them. shifts int32 [batch slots]: see ``shift_after``.
+    which come behind them. shifts int32 [batch slots]: see ``shift_after``. true_lengths: None unless steps
+    are launched before drafts of the last one are verified.
     """
 
     def __init__(
@@ -120,6 +131,7 @@ class PersistentBatch:
         self.groups = [tables for tables in self.tables if isinstance(tables, GroupTables)]
         self.states = [tables for tables in self.tables if isinstance(tables, StateTables)]
         self.shifts = np.zeros(max_num_seqs, dtype=np.int32)
+        self.true_lengths: TrueLengths | None = None
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -142,7 +154,9 @@ class PersistentBatch:
             entered.append(request)
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
-            request.num_computed_tokens = difference.num_computed_tokens
+            if self.true_lengths is None or difference.resumed:
+                request.num_computed_tokens = difference.num_computed_tokens
+            # Else the worker counts by itself: of drafts it may know more than the scheduler knew.
             if difference.resumed:
                 self._enter(request, difference.new_block_ids)
                 entered.append(request)
@@ -157,6 +171,8 @@ class PersistentBatch:
             self.token_ids.write(request.slot, request.num_tokens, token_ids)
         request.output_token_ids += token_ids
         request.num_tokens += len(token_ids)
+        if self.true_lengths is not None and request.slot >= 0:
+            self.true_lengths.lengths[request.slot] = request.num_tokens
 
     def append_pending(
         self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, token_ids: Tensor
@@ -181,6 +197,34 @@ class PersistentBatch:
         self.token_ids.host[slots[stays], positions[stays]] = np.asarray(token_ids)[stays]
         return stays
 
+    def append_unsure(self, requests: list[WorkerRequest], num_drafts: list[int]) -> None:
+        """Count what ``TrueLengths.append`` was given: one token for each request, and as many of the drafts
+        as are accepted."""
+        for request, count in zip(requests, num_drafts):
+            request.num_pending_tokens += 1 + count
+            request.num_unsure_tokens += count
+            request.num_tokens += 1 + count
+
+    def learn_unsure(
+        self,
+        requests: list[WorkerRequest],
+        slots: np.ndarray,
+        num_drafts: list[int],
+        token_ids: list[list[int]],
+    ) -> np.ndarray:
+        """Record what ``append_unsure`` has counted. Returns bool [len(requests)], see ``learn_pending``."""
+        stays = np.fromiter([request.slot for request in requests], np.int64, len(requests)) == slots
+        for request, is_here, count, new in zip(requests, stays, num_drafts, token_ids):
+            if is_here:
+                start = len(request.data.prompt_token_ids) + len(request.output_token_ids)
+                self.token_ids.host[request.slot, start : start + len(new)] = new
+            request.output_token_ids += new
+            request.num_pending_tokens -= 1 + count
+            request.num_unsure_tokens -= count
+            request.num_tokens -= 1 + count - len(new)
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        return stays
+
     def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
         """Put guesses behind the known tokens, to be read by the next step;
         sampled tokens will take their places."""
@@ -195,6 +239,7 @@ class PersistentBatch:
     def _enter(self, request: WorkerRequest, block_ids: BlockIds) -> None:
         slot = request.slot = self._free_slots.pop()
         prompt = request.data.prompt_token_ids
+        request.is_guessed_for = False
         self.shifts[slot] = shift_after(request.data.images)
         self.token_ids.write(slot, 0, prompt)
         if request.output_token_ids:

@@ -14,9 +14,9 @@ from kernels_triton_free.lora import RowAdapters
 from minivllm.attention import Run, StepRows, in_step_order, look_ahead
 from minivllm.batch.image_positions import positions_in_space
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, WorkerRequest
-from minivllm.device.buffers import StagingBuffer, rounded_capacity
+from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.lora.manager import BatchAdapters
-from minivllm.messages import SchedulerOutput
+from minivllm.messages import UNKNOWN, SchedulerOutput
 from minivllm.models.model import TokenInputs, token_specs
 from minivllm.specs.caches import TOKENS
 
@@ -35,10 +35,12 @@ class Row:
 
 
 def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
-    """The rows of a step, in the scheduler's order. Writes their drafts behind the known tokens."""
+    """The rows of a step, in the scheduler's order. Writes their drafts behind the known tokens, where a
+    drafter on the device has not put them already."""
     requests, all_drafts = batch.requests, step.draft_token_ids
     for request_id, drafts in all_drafts.items():
-        batch.write_drafts(requests[request_id], drafts)
+        if drafts[0] != UNKNOWN:
+            batch.write_drafts(requests[request_id], drafts)
     return [
         Row(
             request := requests[request_id],
@@ -98,7 +100,7 @@ class StepInputBuilder:
     up to date by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the
     token ids are those so much further in the sequence than the positions (1 for an EAGLE head). groups:
     those of the KV groups of the batch that the model's layers belong to; all, if they are not given.
-    position_axes: see Model.
+    position_axes: see Model. launches_ahead: steps that may be built before the device begins the first.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class StepInputBuilder:
         token_offset: int = 0,
         groups: Sequence[GroupTables] | None = None,
         position_axes: int = 1,
+        launches_ahead: int = 1,
     ) -> None:
         self._groups = batch.groups if groups is None else groups
         self._batch = batch
@@ -125,7 +128,8 @@ class StepInputBuilder:
         self._position_axes = position_axes
         names = ["token_index", *self._slot_names, *["lora_slots"] * (adapters is not None)]
         positions = (tokens,) if position_axes == 1 else (tokens, position_axes)
-        self._buffer = StagingBuffer({**{name: (tokens,) for name in names}, "positions": positions}, device)
+        fields: dict[str, tuple[int, ...]] = {**{name: (tokens,) for name in names}, "positions": positions}
+        self._buffer = StagingBuffer(fields, device, depth=launches_ahead)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 
     @property
@@ -147,6 +151,27 @@ class StepInputBuilder:
                 turned[first : first + row.count] = positions_in_space(images, row.start, row.count)
             first += row.count
         return turned
+
+    def _settle(self, slots: np.ndarray, assumed: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Move the tokens of a step to where they are, if the host assumes more tokens of their requests than
+        there are; int64 [tokens] each. Returns by how much, int64 [tokens] on the device.
+
+        Where that would be before the first position, a token stands for the first one once more.
+        """
+        assert self._batch.true_lengths is not None
+        device, total = self._buffer.device, len(positions)
+        behind = self._batch.true_lengths.behind(slots, assumed)
+        own, there = to_device(np.stack([slots, positions]), behind.device)
+        true = (there - behind).clamp_(min=0)
+        shift = there - true
+        if self._position_axes == 1:
+            device["positions"][:total] = true
+        else:
+            device["positions"][:total] -= shift[:, None]
+        device["token_index"][:total] = own * self._batch.token_ids.host.shape[1] + true + self._token_offset
+        for name, tables in zip(self._slot_names, self._groups):
+            device[name][:total] = tables.cache_slots_on_device(own, true)
+        return shift
 
     def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
         """Returns views of the persistent buffers, valid until the next call.
@@ -186,6 +211,12 @@ class StepInputBuilder:
         self._buffer.commit()
         self._batch.flush()
         row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded, ahead)
+        if self._batch.true_lengths is not None:
+            unsure = np.fromiter([row.request.num_unsure_tokens for row in ordered], np.int64, len(ordered))
+            if unsure.any():
+                assumed = np.fromiter([row.request.num_tokens for row in ordered], np.int64, len(ordered))
+                shift = self._settle(token_slots, np.repeat(assumed, counts), positions)
+                row_arrays = row_arrays._replace(unsure=unsure, shift=shift)
         attention = prepare(row_arrays)
 
         token_ids = self._token_ids[:padded]

@@ -377,10 +377,9 @@ class EngineArgs:
     async_scheduling: Annotated[
         bool | None,
         "Schedule the next step while the last one runs, before its tokens are known; the answers are the "
-        "same. The "
-        "default is to do so on a GPU, which would else idle meanwhile, and not with speculative_config, "
-        "whose drafts "
-        "begin with the last token.",
+        "same. The default is to do so on a GPU, which would else idle meanwhile, and not with "
+        "speculative_config. With draft_model, eagle, eagle3 and mtp it can be asked for: each request then "
+        "gets num_speculative_tokens guesses in every step, also where fewer would pay.",
     ] = None
     enable_lora: Annotated[bool, "Serve LoRA adapters."] = False
     max_loras: Annotated[int, "LoRA adapters of the requests that run at the same time."] = 1
@@ -483,11 +482,18 @@ class EngineArgs:
             )
         self._check_shared_experts()
         if self.async_scheduling and self.speculative_config is not None:
-            raise ConfigError(
-                "async_scheduling schedules a step before the last token is known, but speculative_config "
-                "guesses what "
-                "follows it: set only one of them."
-            )
+            if not SpeculativeConfig.from_dict(self.speculative_config).has_model:
+                raise ConfigError(
+                    "async_scheduling schedules a step before the last token is known, but the speculative "
+                    f"method {self.speculative_config.get('method')!r} guesses what follows it from tokens "
+                    "that the host knows: leave out one of them, or choose draft_model, eagle, eagle3 or mtp."
+                )
+            if self.pipeline_parallel_size > 1:
+                raise ConfigError(
+                    "async_scheduling with speculative_config does not go with pipeline_parallel_size "
+                    f"{self.pipeline_parallel_size}: only the last stage knows which drafts were accepted. "
+                    "Leave out one of them."
+                )
 
     @property
     def num_workers(self) -> int:

@@ -162,7 +162,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         quantization=args.quantization,
         speculative=speculative,
         profile=args.profile,
-        async_scheduling=resolve_async_scheduling(args, device),
+        async_scheduling=resolve_async_scheduling(args, device, facts),
         lora=LoRAConfig(
             max_loras=args.max_loras,
             max_lora_rank=args.max_lora_rank,
@@ -354,17 +354,25 @@ def resolve_graph_mode(
     return cast(CudaGraphMode, mode)
 
 
-def resolve_async_scheduling(args: EngineArgs, device: Device) -> bool:
-    """As asked for; left open, on a GPU, unless drafts need the last token before anything can be scheduled.
+def resolve_async_scheduling(args: EngineArgs, device: Device, facts: ModelFacts | None = None) -> bool:
+    """As asked for; left open, on a GPU, unless there are drafts: a step that is scheduled before they are
+    verified counts on all of them. Raises ConfigError for drafts of a model that keeps states.
 
     On a CPU it costs what it hides:
     the model takes all cores, so a scheduler beside it only takes some of them away.
     """
+    has_drafts = args.speculative_config is not None
+    if args.async_scheduling and has_drafts and facts is not None and facts.keeps_states:
+        raise ConfigError(
+            f"async_scheduling with speculative_config schedules a step before the last drafts are verified, "
+            f"but layers of {facts.architecture} keep a state, which must take in the accepted ones first: "
+            "leave out one of them."
+        )
     if args.async_scheduling is not None:
         return args.async_scheduling
-    chosen = device == "cuda" and args.speculative_config is None
+    chosen = device == "cuda" and not has_drafts
     if device == "cuda":
-        logger.info("Async scheduling is %s.", "on" if chosen else "off, since drafts need the last token")
+        logger.info("Async scheduling is %s.", "on" if chosen else "off, since there are drafts")
     return chosen
 
 

@@ -110,9 +110,17 @@ class Sampler:
 
         self._likeliest = find
 
-    def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: Tensor | np.ndarray,
+        *,
+        with_logprobs: bool = True,
+    ) -> SampledTokens:
         """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows
-        may share one; positions [R] int: tokens before the sampled one in its sequence.
+        may share one; positions [R] int: tokens before the sampled one in its sequence. with_logprobs: as
+        requests ask for them; reading them waits for the device.
 
         Raises ValueError if V is not the vocabulary size of the state.
         """
@@ -130,7 +138,7 @@ class Sampler:
         is_drawn = bool(self._draws) and is_declared and bool(is_random.any())
         if is_drawn and not self._changes_rows(slots, is_random):
             token_ids = self._draw_together(logits, slots, positions, is_random)
-            return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+            return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots, with_logprobs))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing:
         # where there is no more to do, logits need not become wider.
@@ -150,7 +158,7 @@ class Sampler:
                     _select(positions, needs_work),
                     is_random[needs_work],
                 )
-        return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+        return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots, with_logprobs))
 
     def _changes_rows(self, slots: np.ndarray, is_random: np.ndarray) -> bool:
         """slots [R] int, is_random [R] bool: whether a mask, or a stage, would change any row."""
@@ -217,9 +225,7 @@ class Sampler:
         for mask in self._loaded_masks:
             is_masked |= mask.touches(slots)
             if mask.touches(slots).any():
-                mask.apply(
-                    logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions
-                )
+                mask.apply(logits, slots, positions)
         edits = [stage for stage in self._state.edits if stage.touches(slots).any()]
         masked = logits.clone() if edits and is_masked.any() else None
         for stage in edits:
@@ -319,11 +325,11 @@ class Sampler:
         return token_ids
 
     def _logprobs(
-        self, logits: Tensor, token_ids: Tensor, slots: np.ndarray
+        self, logits: Tensor, token_ids: Tensor, slots: np.ndarray, are_wanted: bool
     ) -> list[PositionLogprobs | None]:
         counts = self._state.num_logprobs[slots]
         entries: list[PositionLogprobs | None] = [None] * len(slots)
-        rows = np.flatnonzero(counts >= 0)
+        rows = np.flatnonzero((counts >= 0) & are_wanted)
         if len(rows) > 0:
             index = to_device(rows, logits.device)
             wanted = counts[rows].tolist()

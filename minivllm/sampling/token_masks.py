@@ -43,11 +43,16 @@ class TokenMaskStage:
         """slots [R] int -> bool [R]: which rows have a mask."""
         return self._has_mask[slots]
 
-    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> None:
         """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
         rows = np.flatnonzero(self._has_mask[slots])
-        places = self._row_of_position_0[slots[rows]] + positions[rows]
-        bits = self._bits[to_device(places, self._device)]
+        first = self._row_of_position_0[slots[rows]]
+        if isinstance(positions, Tensor):
+            index, bases = to_device(np.stack([rows, first]), self._device)
+            places = bases + positions[index]
+        else:
+            places = to_device(first + positions[rows], self._device)
+        bits = self._bits[places]
         if len(rows) == len(slots):
             apply_token_bitmask_(logits, bits)
             return

@@ -14,6 +14,7 @@ just the probability that the sample is d, so nothing is lost here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,31 @@ from minivllm.sampling.sampling_state import SamplingState
 
 Verified = tuple[list[int], list[PositionLogprobs]]
 """New tokens of one row, and their log-probabilities where asked for."""
+
+
+class Accepted(NamedTuple):
+    """What verification on the device gives for R rows with at most n drafts, int64: the first ``counts`` [R]
+    of token_ids [R, 1 + n] are new tokens; ``offsets`` [R, 1 + n]: how many come before each. A row with
+    fewer drafts repeats its last entry."""
+
+    token_ids: Tensor
+    counts: Tensor
+    offsets: Tensor
+
+
+def accept(token_ids: Tensor, inputs: Tensor, num_drafts: np.ndarray) -> Accepted:
+    """Compare drafts with what was sampled, without waiting for the device.
+
+    token_ids int64 [sum of 1 + num_drafts]: sampled after the last known token of every row in turn, and
+    after each of its drafts; inputs int: these tokens and drafts. num_drafts int64 [R]: of every row.
+    """
+    offsets = np.minimum(np.arange(1 + int(num_drafts.max())), num_drafts[:, None])
+    first = np.cumsum(1 + num_drafts) - 1 - num_drafts
+    offset, place = to_device(np.stack([offsets, first[:, None] + offsets]), token_ids.device)
+    sampled, given = token_ids[place], inputs[place]
+    # A repeated entry is no draft of its own.
+    agrees = (sampled[:, :-1] == given[:, 1:]) & (offset[:, 1:] > offset[:, :-1])
+    return Accepted(sampled, 1 + agrees.long().cumprod(1).sum(1), offset)
 
 
 def verify(

@@ -74,18 +74,20 @@ def together(function: Callable[[Any], Any], given: Sequence[Any]) -> list[Any]:
 
 
 class _PendingStep(NamedTuple):
-    """What the ranks of the last stage are about to give."""
+    """What the ranks of the last stage are about to give. threads: those of these ranks, which alone touch
+    their workers."""
 
     launched: Sequence[Future[PendingOutput]]
-    size: int
+    threads: Sequence[ThreadPoolExecutor]
 
     def result(self) -> ModelRunnerOutput:
-        last = self.launched[-self.size :]
+        last = self.launched[-len(self.threads) :]
         wait(last, CALL_SECONDS, FIRST_EXCEPTION)
         for future in self.launched:
             if future.done():
                 future.result()
-        first, *others = [future.result().result() for future in last]
+        asked = [thread.submit(future.result().result) for thread, future in zip(self.threads, last)]
+        first, *others = [future.result() for future in asked]
         expected = msgspec.json.encode(first)
         if any(msgspec.json.encode(other) != expected for other in others):
             raise EngineDeadError("The ranks have not sampled the same tokens in the same way.")
@@ -137,7 +139,7 @@ class VirtualShards:
     ) -> PendingOutput:
         masks = None if token_masks is None else token_masks()
         launched = self._submit(lambda worker: worker.launch(step, None if masks is None else lambda: masks))
-        return _PendingStep(launched, self._size)
+        return _PendingStep(launched, self._threads[-self._size :])
 
     def _release_all(self) -> None:
         """One rank has failed: those that wait for it fail too."""

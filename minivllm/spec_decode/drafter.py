@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from minivllm.attention import AttentionBackend
 from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
-from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import SpeculativeConfig
 from minivllm.device.policy import DevicePolicy
@@ -56,11 +57,14 @@ class GuessingModel(Protocol):
     """A model that a drafter runs beside the target, by the regions of the same compiler.
 
     caches: of its own, if it has any: tuples of tensors [blocks, block_size, …], which nothing else holds.
-    tap: what it wants of the target's hidden states.
+    tap: what it wants of the target's hidden states. backends: by which it attends.
     """
 
     caches: list[Any]
     tap: HiddenTap | None
+
+    @property
+    def backends(self) -> Sequence[AttentionBackend]: ...
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """The target has changed to the regions of this compiler."""
@@ -89,6 +93,16 @@ class DraftTask:
     cache_salt: str | None = None
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What ``guess_ahead`` is asked for. count: of guesses, often 0. num_verified: drafts of the request in
+    the step that has sampled its newest token, the accepted ones and the others."""
+
+    request: WorkerRequest
+    count: int
+    num_verified: int
+
+
 class Drafter(Protocol):
     """Guesses deterministically: the same tokens known, the same guesses.
 
@@ -104,6 +118,12 @@ class Drafter(Protocol):
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         """Guesses by request id, 1 to max_tokens of them; requests it knows nothing for are left out."""
+
+    def guess_ahead(self, guesses: Sequence[Guesses]) -> None:
+        """Guess on the device what follows tokens that the host need not know, and put the guesses behind
+        them in the batch. Every request comes in every step that samples a token for it. Called only of
+        drafters that can do so."""
+        return
 
     def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """The request left with this output; what was kept of it can go. cache_salt: see DraftTask."""

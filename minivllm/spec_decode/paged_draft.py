@@ -16,20 +16,22 @@ target are shared for the drafter too.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.attention import AttentionBackend
 from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.persistent_batch import WorkerRequest
-from minivllm.batch.step_inputs import Row
+from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
-from minivllm.models.model import HiddenTap, Model
+from minivllm.device.buffers import to_device
+from minivllm.models.model import Hidden, HiddenTap, Model
 from minivllm.sampling.sampler import Sampler
-from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
+from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, Guesses, GuessingModel
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, so that all its powers modulo 2 ** 64 are; the fractional part of the golden ratio mixes bits well."""
@@ -77,6 +79,10 @@ class PagedDraft(Drafter):
     @property
     def models(self) -> Sequence[GuessingModel]:
         return (self,)
+
+    @property
+    def backends(self) -> Sequence[AttentionBackend]:
+        return self._paged.backends
 
     @abstractmethod
     def use_regions(self, compiler: RegionCompiler) -> None:
@@ -156,6 +162,79 @@ class CachedDraft(PagedDraft):
         of_blocks = self._computed.reshape(-1, self._tables.block_size)
         of_blocks[targets] = of_blocks[sources]
 
+    def guess_ahead(self, guesses: Sequence[Guesses]) -> None:
+        """The first pass computes a row for each request that ends with its newest token. The row begins
+        before all that the last steps have changed, and as far behind as no more tokens are accepted than
+        the host assumes: then it computes some places once more. The others compute one guess each.
+
+        The host does not know the texts in these places, so they count as missing for everything else.
+        """
+        places = [self.num_places(g.request.slot) - g.request.num_tokens + 1 for g in guesses]
+        counts = {g.request.slot: min(g.count, room) for g, room in zip(guesses, places)}
+        rows = [
+            self._newest(g, self._num_changed(g.num_verified)) for g, room in zip(guesses, places) if room > 0
+        ]
+        self._catch_up([Row(row.request, row.start, 1) for row in rows if not row.request.is_guessed_for])
+        for row in rows:
+            row.request.is_guessed_for = True
+            self._forget(row, counts[row.request.slot])
+        while rows:
+            ends = np.cumsum([row.count for row in rows])
+            fitting = max(1, int((ends <= self._limits.max_num_batched_tokens).sum()))
+            self._guess_after(rows[:fitting], counts)
+            rows = rows[fitting:]
+
+    def _guess_after(self, rows: list[Row], counts: Mapping[int, int]) -> None:
+        """Guess what follows these rows, which end with newest tokens. counts: guesses by batch slot."""
+        step = 0
+        while rows:
+            inputs, logits = self._last_logits(rows)
+            wanted = np.array([counts[row.request.slot] > step for row in inputs.rows])
+            self._guess(inputs.row_arrays.slots[wanted], logits, wanted, step)
+            step += 1
+            rows = [
+                Row(row.request, row.start + row.count, 1)
+                for row in inputs.rows
+                if counts[row.request.slot] > step
+            ]
+
+    def _newest(self, guesses: Guesses, num_changed: int) -> Row:
+        """The row that ends with the newest token of a request."""
+        request = guesses.request
+        end = request.num_tokens - self._token_offset
+        count = num_changed if request.is_guessed_for else 1
+        return Row(request, end - count, count)
+
+    def _forget(self, row: Row, num_guesses: int) -> None:
+        """Places of a row, wherever it is, and of the guesses after it, are no more what they were."""
+        request, end = row.request, row.start + row.count + num_guesses
+        start = max(0, row.start - request.num_unsure_tokens)
+        end = min(end, self.num_places(request.slot) - self._token_offset)
+        self._computed[self._places(request.slot, np.arange(start, end))] = 0
+
+    def _guess(self, slots: np.ndarray, logits: Tensor, wanted: np.ndarray, step: int) -> None:
+        """Guess number ``step`` of the requests in these slots int64 [R], put behind their tokens. logits
+        [rows, vocab], wanted bool [rows]: those of the slots."""
+        true_lengths = self._batch.true_lengths
+        assert true_lengths is not None
+        if not len(slots):
+            return
+        index = to_device(slots, logits.device)
+        if len(slots) < len(wanted):
+            logits = logits[to_device(np.flatnonzero(wanted), logits.device)]
+        positions = true_lengths.lengths[index] + step
+        token_ids = self._sampler(logits, slots, positions, with_logprobs=False).token_ids
+        self._batch.token_ids.put_at(index, positions, token_ids)
+
+    @abstractmethod
+    def _num_changed(self, num_verified: int) -> int:
+        """Places of a request, up to that of its newest token, in which the last step and the guesses before
+        it may have left what does not belong there, or nothing. num_verified: see Guesses."""
+
+    @abstractmethod
+    def _last_logits(self, rows: list[Row]) -> tuple[StepInputs, Tensor]:
+        """Compute these rows, in the order of the inputs' rows: logits [rows, vocab] of what follows each."""
+
     def _catch_up(self, rows: list[Row]) -> None:
         """In passes within the limits of a step."""
         missing = [gap for row in rows for gap in self._missing(row)]
@@ -208,11 +287,14 @@ class DraftDecoder(CachedDraft):
         start = row.start if is_computed.all() else int(np.argmin(is_computed))
         return [Row(row.request, start, row.start - start)] if start < row.start else []
 
-    def _compute(self, rows: list[Row]) -> Any:
+    def _forward(self, rows: list[Row]) -> tuple[StepInputs, Hidden]:
         inputs = self._paged.build(rows)
         if self.model.vocab_size < self._width:
             inputs.token_ids.clamp_(max=self.model.vocab_size - 1)
-        hidden = self._paged.forward(inputs)
+        return inputs, self._paged.forward(inputs)
+
+    def _compute(self, rows: list[Row]) -> Any:
+        inputs, hidden = self._forward(rows)
         for row in rows:
             end = row.start + row.count
             places = self._places(row.request.slot, np.arange(row.start, end))
@@ -222,5 +304,17 @@ class DraftDecoder(CachedDraft):
     def _logits(self, rows: list[Row]) -> Tensor:
         inputs, hidden = self._compute(rows)
         index = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.model.device)
-        logits = self.model.logits(hidden, index, inputs.tokens)
+        return self._of_target_width(self.model.logits(hidden, index, inputs.tokens))
+
+    def _num_changed(self, num_verified: int) -> int:
+        """That of the newest token, and of the last draft, which was never an input. The accepted ones before
+        it were."""
+        return 2
+
+    def _last_logits(self, rows: list[Row]) -> tuple[StepInputs, Tensor]:
+        inputs, hidden = self._forward(rows)
+        index, count = self._paged.last_tokens(inputs)
+        return inputs, self._of_target_width(self.model.logits(hidden, index, inputs.tokens)[:count])
+
+    def _of_target_width(self, logits: Tensor) -> Tensor:
         return torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=-torch.inf)

@@ -9,7 +9,7 @@ from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.errors import ConfigError
 from minivllm.plugins.points import DRAFTERS
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
-from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
+from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, Guesses, GuessingModel
 from minivllm.spec_decode.early_exit import EarlyExit
 from minivllm.spec_decode.lookup import NgramDrafter, SuffixDrafter
 from minivllm.spec_decode.paged_draft import DraftDecoder
@@ -115,6 +115,17 @@ class Speculation:
             task.request_id: self._sound(proposals.get(task.request_id, ()), task) for task in tasks.values()
         }
         return {request_id: guess for request_id, guess in sound.items() if guess}
+
+    def guess_ahead(self, counts: Mapping[str, int], drafted: Mapping[str, Sequence[int]]) -> None:
+        """Have so many guesses put behind the newest tokens of these requests, of which ``drafted`` were
+        verified in this step."""
+        requests = self._batch.requests
+        guesses = [
+            Guesses(requests[request_id], count, len(drafted.get(request_id, ())))
+            for request_id, count in counts.items()
+        ]
+        if guesses:
+            self.drafter.guess_ahead(guesses)
 
     def _sound(self, guess: Sequence[int], task: DraftTask) -> list[int]:
         """The part of a guess that can be verified:

@@ -18,6 +18,7 @@ from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputs, scheduled_rows
 from minivllm.batch.token_feedback import TokenFeedback, UnknownTokens
+from minivllm.batch.true_lengths import TrueLengths
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import CudaGraphMode, SpeculativeConfig
 from minivllm.device.buffers import ReadBack, to_device
@@ -29,6 +30,7 @@ from minivllm.kv_cache.specs import total_bytes
 from minivllm.linear.methods.method import forget_uncompiled_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import (
+    UNKNOWN,
     BlockCopy,
     EngineRequest,
     ModelRunnerOutput,
@@ -42,7 +44,7 @@ from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling.token_masks import TokenMaskStage
-from minivllm.sampling.verification import verify
+from minivllm.sampling.verification import accept, verify
 from minivllm.spec_decode.drafter import DraftContext, GuessingModel
 from minivllm.spec_decode.speculation import Speculation, make_speculation
 from minivllm.worker.pending_step import PendingStep
@@ -144,6 +146,11 @@ class ModelRunner:
         self.model.tap = next((model.tap for model in self.guessing_models if model.tap is not None), None)
         return self.speculation
 
+    def launch_ahead(self) -> None:
+        """From now on, launch steps before the host knows which drafts of the last one were accepted."""
+        self.batch.true_lengths = TrueLengths(self.limits.max_num_seqs, self.model.device)
+        self._slot_states.append(self.batch.true_lengths)
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of this worker's layers, and what drafters keep beside those of the first KV group."""
         for group in sorted({copy.group for copy in copies}):
@@ -186,6 +193,8 @@ class ModelRunner:
             return pending
         if not self._is_last_stage:
             self._feedback.learn_for(step)
+        if self.batch.true_lengths is not None and not self._settles(step):
+            pending.finish_previous()
         rows = scheduled_rows(self.batch, step)
         has_images = self._images is not None and self._images.has_rows(rows)
         graph = None
@@ -222,7 +231,10 @@ class ModelRunner:
             request.num_computed_tokens = end if end < request.num_tokens else request.num_tokens - 1
         if self._stage.size > 1:
             self._feedback.tell(pending.result().sampled_token_ids)
-        if self.speculation is not None:
+        if self.batch.true_lengths is not None and self.speculation is not None:
+            with span("draft"):
+                self.speculation.guess_ahead(step.num_guesses, step.draft_token_ids)
+        elif self.speculation is not None:
             output = pending.result()
             with span("draft"):
                 output.draft_token_ids = self.speculation.propose(
@@ -257,11 +269,19 @@ class ModelRunner:
         if has_drafts:
             last = np.concatenate([np.arange(end - drafts, end + 1) for end, drafts in zip(last, num_drafts)])
         logits = self._logits(inputs, hidden, last.astype(np.int32))
-        depends = np.ones(len(rows), np.bool_) if has_drafts else self.sampler.depends_on_output(slots)
+        depends = self.sampler.depends_on_output(slots)
+        if self.batch.true_lengths is not None and not (depends & (num_drafts > 0)).any():
+            if any(request.num_pending_tokens for request in compress(requests, depends)):
+                pending.finish_previous()
+            self._sample_ahead(inputs, logits, last, slots, num_drafts, rows, pending)
+            return
+        if has_drafts:
+            depends[:] = True
         if any(request.num_pending_tokens for request in compress(requests, depends)):
             pending.finish_previous()
         if has_drafts:
-            self._verify(logits, slots, positions, rows, pending.output)
+            positions = np.fromiter([request.num_tokens for request in requests], np.int64, len(rows))
+            self._verify(logits, slots, positions, rows, self._drafts_of(rows, inputs, last), pending.output)
             return
         result = self.sampler(logits, slots, positions)
         self.batch.append_pending(requests, slots, positions, result.token_ids)
@@ -270,17 +290,67 @@ class ModelRunner:
             if entry is not None:
                 pending.output.logprobs[request.data.request_id] = [entry]
 
+    def _sample_ahead(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        last: np.ndarray,
+        slots: np.ndarray,
+        num_drafts: np.ndarray,
+        rows: list[Row],
+        pending: PendingStep,
+    ) -> None:
+        """Sample, and verify drafts, without waiting for either: the host learns later how many were
+        accepted. last int [sum of 1 + num_drafts]: tokens of the step that logits follow."""
+        true_lengths = self.batch.true_lengths
+        assert true_lengths is not None
+        device, counts = logits.device, 1 + num_drafts
+        offsets = np.arange(len(last)) - np.repeat(np.cumsum(counts) - counts, counts)
+        of_each, further = to_device(np.stack([np.repeat(slots, counts), offsets]), device)
+        result = self.sampler(logits, np.repeat(slots, counts), true_lengths.lengths[of_each] + further)
+        given = inputs.token_ids[to_device(last, device)]
+        accepted = accept(result.token_ids, given, num_drafts)
+        news = true_lengths.append(self.batch, slots, accepted.offsets, accepted.token_ids, accepted.counts)
+        requests, drafted = [row.request for row in rows], num_drafts.tolist()
+        self.batch.append_unsure(requests, drafted)
+        pending.expect_unsure(requests, slots, drafted, self._read_back.start(news))
+        first = 0
+        for request, count in zip(requests, counts.tolist()):
+            entries = [entry for entry in result.logprobs[first : first + count] if entry is not None]
+            if entries:
+                pending.output.logprobs[request.data.request_id] = entries
+            first += count
+
+    def _settles(self, step: SchedulerOutput) -> bool:
+        """Whether rows of the step can be computed where only the device knows how many tokens there are."""
+        requests = (self.batch.requests[request_id] for request_id in step.num_scheduled_tokens)
+        if not any(request.num_unsure_tokens for request in requests):
+            return True
+        backends = [*self.paged_model.backends]
+        for model in self.guessing_models:
+            backends += model.backends
+        return all(getattr(backend, "settles", False) for backend in backends)
+
+    @staticmethod
+    def _drafts_of(rows: list[Row], inputs: StepInputs, last: np.ndarray) -> list[Sequence[int]]:
+        """The drafts of rows, read from the device where only it knows them. last: see ``_sample_ahead``."""
+        if all(UNKNOWN not in row.drafts for row in rows):
+            return [row.drafts for row in rows]
+        given = inputs.token_ids[to_device(last, inputs.token_ids.device)].tolist()
+        ends = np.cumsum([1 + len(row.drafts) for row in rows]).tolist()
+        return [given[end - len(row.drafts) : end] for end, row in zip(ends, rows)]
+
     def _verify(
         self,
         logits: Tensor,
         slots: np.ndarray,
         positions: np.ndarray,
         rows: list[Row],
+        drafts: Sequence[Sequence[int]],
         output: ModelRunnerOutput,
     ) -> None:
         """Sample where some rows have drafts:
         one token each, and one more for every draft that is what the model says."""
-        drafts = [row.drafts for row in rows]
         verified = verify(self.sampler, self.sampling_state, logits, slots, positions, drafts)
         for row, (token_ids, logprobs) in zip(rows, verified):
             request_id = row.request.data.request_id

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from minivllm.attention import find_attention
-from minivllm.batch.null_steps import null_step, null_verification, run_null_step
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.batch.token_feedback import UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
@@ -51,6 +50,12 @@ from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.specs.facts import ModelFacts
 from minivllm.worker.loading.cache_size import bytes_of_draft_inputs, groups_of, pool_text, size_groups
 from minivllm.worker.loading.models import check_weights, load_draft_model, load_model
+from minivllm.worker.loading.null_steps import (
+    null_step,
+    null_verification,
+    run_null_step,
+    verification_after,
+)
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
 
@@ -207,6 +212,8 @@ class Worker:
         )
         if speculative is not None and self._stage.is_last:
             self._agree_on_costs(self.runner.speculate(speculative, self._draft_model))
+            if self.config.num_guesses:
+                self.runner.launch_ahead()
         if self.config.kv_transfer is not None:
             self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
         if warms_up_later:
@@ -518,5 +525,10 @@ class Worker:
 
 
 def run_on_null_block(runner: ModelRunner, counts: list[int]) -> None:
-    """Run one step of made-up requests, counts[i] tokens each."""
-    run_null_step(runner.execute, null_step(runner.limits.groups, counts))
+    """Run one step of made-up requests, counts[i] tokens each; where drafters guess on the device, also one
+    that verifies the guesses."""
+    limits, num_guesses = runner.limits, 0
+    if runner.batch.true_lengths is not None and max(counts) + 2 * limits.num_drafts < limits.max_model_len:
+        num_guesses = limits.num_drafts
+    step = null_step(limits.groups, counts, num_guesses)
+    run_null_step(runner.execute, step, *([verification_after(step)] if num_guesses else []))

@@ -164,8 +164,11 @@ def test_async_scheduling_changes_no_token(config_directory: Path) -> None:
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("version", ["eagle", "eagle3"])
-def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: Path, version: str) -> None:
+def test_a_head_that_guesses_changes_no_token(
+    config_directory: Path, tmp_path: Path, version: str, is_async: bool
+) -> None:
     torch.set_float32_matmul_precision("highest")
     names = (
         {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "draft_vocab_size": 128}
@@ -182,8 +185,8 @@ def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: 
         "num_speculative_tokens": 3,
         "verification_cost": 0.0,
     }
-    limits = {"max_num_seqs": 9, "max_num_batched_tokens": 200}
-    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **limits) as llm:
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 200, "async_scheduling": is_async}
+    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **settings) as llm:
         assert greedy(llm, prompts) == expected
         assert llm.get_metrics().num_draft_tokens > 0
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0

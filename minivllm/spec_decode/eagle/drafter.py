@@ -25,6 +25,7 @@ from torch import Tensor
 from minivllm.batch.layer_caches import allocate_features, copy_blocks
 from minivllm.batch.persistent_batch import WorkerRequest
 from minivllm.batch.step_inputs import Row, StepInputs
+from minivllm.device.buffers import to_device
 from minivllm.errors import ConfigError
 from minivllm.models.model import Hidden, HiddenTap, TokenInputs
 from minivllm.spec_decode.drafter import DraftContext
@@ -105,6 +106,32 @@ class EagleDraft(CachedDraft):
             torch.from_numpy(index).to(features.device, non_blocking=True), features[: len(rows)]
         )
         return logits
+
+    def _num_changed(self, num_verified: int) -> int:
+        """Those of the row that was verified, to which the target has given features."""
+        return 1 + num_verified
+
+    def _last_logits(self, rows: list[Row]) -> tuple[StepInputs, Tensor]:
+        inputs, hidden = self._compute(rows, attends=True)
+        index, count = self._paged.last_tokens(inputs)
+        logits, features = self.model.guess(hidden, index, inputs.tokens)
+        self._put_features(self._following(inputs), features[:count])
+        return inputs, logits[:count]
+
+    def _following(self, inputs: StepInputs) -> Tensor:
+        """The place after each row, int64 [rows] on the device; the null block's first one where there may be
+        none."""
+        true_lengths = self._batch.true_lengths
+        assert true_lengths is not None
+        arrays, tables = inputs.row_arrays, self._tables
+        following = arrays.starts + arrays.counts
+        assumed = np.array([row.request.num_tokens for row in inputs.rows], dtype=np.int64)
+        has_place = following < tables.num_held[arrays.slots] * tables.block_size
+        slots, there, is_known = to_device(
+            np.stack([arrays.slots, np.where(has_place, following, 0), has_place]), self.model.device
+        )
+        positions = (there - true_lengths.behind(arrays.slots, assumed)).clamp_(min=0)
+        return torch.where(is_known > 0, tables.cache_slots_on_device(slots, positions), 0)
 
     def _take_features(
         self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs, caches: Sequence[LayerCache]

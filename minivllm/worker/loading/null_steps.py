@@ -9,15 +9,31 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from minivllm.kv_cache.specs import GroupSpec
-from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
+from minivllm.messages import UNKNOWN, EngineRequest, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
 
-def null_step(groups: Sequence[GroupSpec], counts: Sequence[int]) -> SchedulerOutput:
-    """One request with counts[i] tokens for each i, which samples one more."""
+def null_step(groups: Sequence[GroupSpec], counts: Sequence[int], num_guesses: int = 0) -> SchedulerOutput:
+    """One request with counts[i] tokens for each i, which samples one more. num_guesses: that the workers
+    make after it, and after the step that verifies them."""
     names = [f"warm-up-{index}" for index in range(len(counts))]
-    requests = [_null_request(groups, name, count, count) for name, count in zip(names, counts)]
-    return SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests)
+    ends = [count + 2 * num_guesses + 1 if num_guesses else count for count in counts]
+    requests = [_null_request(groups, *given) for given in zip(names, counts, ends)]
+    return SchedulerOutput(
+        num_scheduled_tokens=dict(zip(names, counts)),
+        new_requests=requests,
+        num_guesses=dict.fromkeys(names, num_guesses) if num_guesses else {},
+    )
+
+
+def verification_after(step: SchedulerOutput) -> SchedulerOutput:
+    """Verifies the guesses that two requests of a null step got."""
+    guesses = dict(list(step.num_guesses.items())[:2])
+    return SchedulerOutput(
+        num_scheduled_tokens={name: 1 + count for name, count in guesses.items()},
+        draft_token_ids={name: [UNKNOWN] * count for name, count in guesses.items()},
+        num_guesses=guesses,
+    )
 
 
 def null_verification(groups: Sequence[GroupSpec], num_drafts: int) -> SchedulerOutput:
@@ -28,11 +44,15 @@ def null_verification(groups: Sequence[GroupSpec], num_drafts: int) -> Scheduler
     return SchedulerOutput(num_scheduled_tokens={name: count}, new_requests=[request], draft_token_ids=drafts)
 
 
-def run_null_step(execute: Callable[[SchedulerOutput], object], step: SchedulerOutput) -> float:
-    """Run such a step, and have its requests forgotten. Returns the seconds that the step took."""
+def run_null_step(
+    execute: Callable[[SchedulerOutput], object], step: SchedulerOutput, *others: SchedulerOutput
+) -> float:
+    """Run such a step, and others of the same requests, which are forgotten then. Returns the seconds that
+    all of them took."""
     started = time.perf_counter()
     try:
-        execute(step)
+        for one in (step, *others):
+            execute(one)
         return time.perf_counter() - started
     finally:
         execute(SchedulerOutput(finished_request_ids=list(step.num_scheduled_tokens)))
