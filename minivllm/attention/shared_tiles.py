@@ -39,6 +39,8 @@ class SharedTiles(QueryTiles):
     a query reads a block if it lies between the first and the last query that do.
     """
 
+    settles = False
+
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
         size = tile_size(context)
         self._groups: RowGroups | None = None
@@ -145,6 +147,7 @@ class SharedFlexAttention(FlexAttention):
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         super().__init__(context, rule)
+        self.settles = False  # tiles of several rows are made for positions that the host knows
         self._device = context.device
         self._shared = SharedTiles(context, rule)
         self._sharing = Sharing(context, self._shared.size, always=self.always)

@@ -17,7 +17,6 @@ from minivllm.batch.layer_caches import too_large
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputs, scheduled_rows
-from minivllm.batch.token_feedback import TokenFeedback, UnknownTokens
 from minivllm.batch.true_lengths import TrueLengths
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import CudaGraphMode, SpeculativeConfig
@@ -49,6 +48,7 @@ from minivllm.spec_decode.drafter import DraftContext, GuessingModel
 from minivllm.spec_decode.speculation import Speculation, make_speculation
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.pooling import Pooler
+from minivllm.worker.token_feedback import TokenFeedback, UnknownTokens
 
 logger = logging.getLogger(__name__)
 

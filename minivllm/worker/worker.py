@@ -15,7 +15,6 @@ from torch import Tensor
 
 from minivllm.attention import find_attention
 from minivllm.batch.paged_model import RunnerLimits
-from minivllm.batch.token_feedback import UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.packaged.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
@@ -58,6 +57,7 @@ from minivllm.worker.loading.null_steps import (
 )
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
+from minivllm.worker.token_feedback import UnknownTokens
 
 logger = logging.getLogger(__name__)
 
