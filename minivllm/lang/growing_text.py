@@ -75,8 +75,8 @@ class GrowingText:
         model cannot see."""
         if not isinstance(piece, (str, Image, Block)):
             raise RequestError(
-                f"A {type(piece).__name__} was appended, but a state takes texts, image(…), and role blocks "
-                "such as user(…)."
+                f"An object of type {type(piece).__name__} was appended, but a state takes texts, image(…), "
+                "and role blocks such as user(…)."
             )
         has_images = bool(piece.images) if isinstance(piece, Block) else isinstance(piece, Image)
         if has_images and self._images is None:

@@ -188,8 +188,8 @@ class PromptImages:
         in_pieces = count > len(pictures) and count == sum(max(1, len(span.pieces)) for span in spans)
         if count != len(pictures) and not in_pieces:
             raise RequestError(
-                f"The prompt has {count} placeholders for images (token {self.config.placeholder}), but "
-                f"{len(pictures)} images came with it: there must be one for each."
+                f"The prompt has {count} placeholders for images (token {self.config.placeholder}, "
+                f"{self._marker!r}), but {len(pictures)} images came with it: there must be one for each."
             )
         expanded: list[int] = []
         laid: list[LaidOut] = []

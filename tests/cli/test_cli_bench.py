@@ -370,7 +370,7 @@ def test_shapes_are_measured_one_after_the_other_and_what_is_done_is_not_repeate
     assert found.measurements[: len(begun.measurements)] == begun.measurements
     speeds = [one for one in found.measurements if one.metric == "speed"]
     assert [one.case for one in speeds] == [
-        f"{shape}: {case}"
+        f"{shape} (tiny): {case}"
         for shape in ("nano-256", "qwen3-30b-a3b")
         for case in ("decode 64, batch 2, prompt 8", "prefill 16")
     ]

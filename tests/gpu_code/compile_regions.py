@@ -170,6 +170,7 @@ class DeclaredModel(PagedModel):
     ) -> None:
         self.model, self._limits, self._policy, self._make_attention = model, limits, policy, make_attention
         self._few_tokens = limits.verify_size
+        self._launches_ahead = 1
         rows, length = limits.max_num_seqs, limits.max_model_len
         self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]
         placed = {layer: index for index, group in enumerate(limits.groups) for layer in group.layers}
@@ -181,7 +182,7 @@ class DeclaredModel(PagedModel):
 class HostBuffer:
     """In the place of a StagingBuffer, whose pinned memory is real."""
 
-    def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device, depth: int = 1) -> None:
         self.host = {name: np.zeros(shape, dtype=np.int32) for name, shape in fields.items()}
         self.device: dict[str, torch.Tensor] = {}
 

@@ -149,9 +149,12 @@ def test_prompts_and_images_must_go_together(directories: dict[str, Path]) -> No
         for given, reason in [
             (
                 prompt("<s>none", image),
-                "The prompt has 0 placeholders for images (token 2), but 1 images came with it",
+                "The prompt has 0 placeholders for images (token 2, '<image>'), but 1 images came with it",
             ),
-            ({"prompt": "<s><image>"}, "The prompt has 1 placeholders for images (token 2), but 0 images"),
+            (
+                {"prompt": "<s><image>"},
+                "The prompt has 1 placeholders for images (token 2, '<image>'), but 0 images",
+            ),
             (prompt("<s>" + "<image>" * 9, *[image] * 9), "has 9 images, but may have at most 8"),
             ({"prompt": "<s>", "multi_modal_data": {"video": image}}, "must be a dictionary such as"),
             ({"prompt": "<s>", "multi_modal_data": [image]}, "must be a dictionary such as"),

@@ -75,9 +75,10 @@ def gpu(
             continue
         if seconds is not None and time.monotonic() - begun > seconds:
             break
-        found = _measured(one.tiny() if tiny else one, sides, specs)
-        outcome.measurements.extend(_with_shape(one, found.measurements))
-        outcome.comparisons.extend(_with_shape(one, found.comparisons))
+        sized = one.tiny() if tiny else one
+        found = _measured(sized, sides, specs)
+        outcome.measurements.extend(_with_shape(sized, found.measurements))
+        outcome.comparisons.extend(_with_shape(sized, found.comparisons))
         outcome.facts[one.name] = found.facts
         outcome.notes.extend(f"{one.name}: {note}" for note in found.notes)
         done.append(one.name)

@@ -83,7 +83,9 @@ class Shape:
     def tiny(self) -> Shape:
         """The same model with small sizes and short cases, to try the command anywhere."""
         sizes = _TINY | (_TINY_EXPERTS if "num_experts" in self.config else {})
-        return replace(self, config={**self.config, **sizes}, cases=("decode:2:8", "prefill:16"), at_a_time=2)
+        cases = ("decode:2:8", "prefill:16")
+        name = f"{self.name} (tiny)"
+        return replace(self, name=name, config={**self.config, **sizes}, cases=cases, at_a_time=2)
 
 
 _SHORT = ("decode:1:512", "decode:8:512", "decode:64:512", "prefill:2048")
