@@ -590,3 +590,32 @@ def test_depth_is_counted_by_brute_force_too() -> None:
     JsonBounds(max_depth=depth).check(text.encode())
     with pytest.raises(ApiError):
         JsonBounds(max_depth=depth - 1).check(text.encode())
+
+
+def test_a_client_that_is_refused_for_all_bodies_together_may_send_to_its_end_and_reads_the_answer() -> None:
+    """Over a socket whose buffers do not hold the body: closing it early would cost the client the answer."""
+    import uvicorn
+
+    async def no_app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the body is refused")
+
+    bounds = JsonBounds(max_values=10, max_keys=10, max_depth=10)
+    limit = middleware.BodyLimit(no_app, 32 * 2**20, 2**16, bounds)
+    server = uvicorn.Server(uvicorn.Config(limit, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        body = b"1" * (24 * 2**20)
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+            for first in range(0, len(body), 2**20):
+                client.sendall(body[first : first + 2**20])
+                time.sleep(0.01)
+            answer = client.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer
+    finally:
+        server.should_exit = True
+        thread.join(10)

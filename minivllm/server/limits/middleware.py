@@ -1,6 +1,7 @@
 """Middleware before and after every endpoint: request id, access log, size limit, key."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -28,6 +29,8 @@ and waits for other large bodies instead of small ones."""
 TRIM_SECONDS = 0.5
 """After a request with a large body, or the last one of several,
 until the memory that they took goes back. Requests in between share that."""
+DISCARD_SECONDS = 5.0
+"""The longest that the rest of a refused body is waited for."""
 body_bytes: ContextVar[int] = ContextVar("body_bytes", default=0)
 """Length of the body of the request that is being served."""
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -142,7 +145,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         pieces: list[bytes] = []
-        num_bytes = 0
+        num_bytes, has_more = 0, False
         self._num_requests += 1
         try:
             self._check_head(scope)
@@ -166,6 +169,9 @@ class BodyLimit:
             body_bytes.set(num_bytes)
             await self._app(scope, _received(pieces, receive), send)
         except ApiError as error:
+            pieces.clear()
+            if has_more:
+                await _discard(receive, self._max_bytes - num_bytes)
             await error_response(error)(scope, receive, send)
         finally:
             self._num_total_bytes -= num_bytes
@@ -237,6 +243,18 @@ class BodyLimit:
             code="body_too_large",
             headers={"connection": "close"},
         )
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Read so many bytes of a body and keep none. A client that is still sending would meet a closed
+    connection before it reads the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while most > 0:
+                message = await receive()
+                most -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
 
 
 def _received(pieces: list[bytes], receive: Receive) -> Receive:
