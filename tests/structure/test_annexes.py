@@ -62,6 +62,7 @@ def paths_at(point: str) -> dict[str, str]:
         for part, path in (
             value._asdict() if isinstance(value, points.ModelImplementation) else {"": value}
         ).items()
+        if path  # of a part that not every implementation has
     }
 
 

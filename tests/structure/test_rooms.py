@@ -85,6 +85,7 @@ MODULES = {module_name(path): path for path in SOURCES}
 def package_of(module: str) -> str:
     """The package that a module, or a name in it, belongs to."""
     while module not in MODULES:
+        assert module, "no module of this tree"
         module = module.rpartition(".")[0]
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
