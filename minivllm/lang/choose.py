@@ -8,6 +8,7 @@ from typing import Any
 
 from minivllm.errors import RequestError
 from minivllm.sampling_params import MAX_CHOICES
+from minivllm.tokenizer.chat_messages import check_text
 
 SCORINGS = ("mean", "sum", "greedy")
 
@@ -36,6 +37,7 @@ def check_choices(choices: Sequence[Any], scoring: str) -> list[str]:
             raise RequestError(
                 f"{choice!r} is among the choices, but each must be a text of at least one character."
             )
+        check_text("A choice", choice)
     if len(set(given)) < len(given):
         raise RequestError(f"choices has a text twice: {given!r}. Give each once.")
     return given

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.lang.engines import Engine, Settings
 from minivllm.lang.roles import Block, Conversation, Image
+from minivllm.tokenizer.chat_messages import check_text
 from minivllm.tokenizer.pieces import encode_after
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class GrowingText:
                 f"An object of type {type(piece).__name__} was appended, but a state takes texts, image(…), "
                 "and role blocks such as user(…)."
             )
+        if isinstance(piece, str):
+            check_text("The text", piece)
         has_images = bool(piece.images) if isinstance(piece, Block) else isinstance(piece, Image)
         if has_images and self._images is None:
             no_images = self._engine.frontend.config.no_images

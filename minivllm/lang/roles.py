@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
+from minivllm.tokenizer.chat_messages import check_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,9 +74,17 @@ def tool(*parts: str | Image) -> Block:
 
 def _block(role: str, parts: tuple[str | Image, ...], *, may_see: bool = False) -> Block:
     for part in parts:
-        if not isinstance(part, (str, Image) if may_see else str):
+        if isinstance(part, str):
+            check_text(f"A text of {role}(…)", part)
+        elif isinstance(part, Image) and not may_see:
+            raise RequestError(
+                f"{role}(…) was given an image, but takes texts: show it in user(…) or tool(…)."
+            )
+        elif not isinstance(part, Image):
             taken = "texts and images: write str(…) or image(…)" if may_see else "texts: write str(…)"
-            raise RequestError(f"{role}(…) was given a {type(part).__name__}, but takes {taken} around it.")
+            raise RequestError(
+                f"{role}(…) was given an object of type {type(part).__name__}, but takes {taken} around it."
+            )
     joined: list[str | Image] = []
     for part in parts:
         if joined and isinstance(part, str) and isinstance(joined[-1], str):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from minivllm.errors import RequestError
 from minivllm.lang.engines import Engine, Settings, SteppedEngine, engine_of
@@ -89,9 +90,17 @@ def program(
 ) -> Program[P, T] | Callable[[Function[P, T]], Program[P, T]]:
     """Makes a program of a function: ``@program``, or ``@program(temperature=0.0)`` with settings;
     see ``using``."""
-    if function is None:
-        return lambda given: Program(given, _settings(Settings(), settings))
-    return Program(function, Settings())
+    if function is not None:
+        return Program(_checked(function), Settings())
+    base = _settings(Settings(), settings)
+    return lambda given: Program(_checked(given), base)
+
+
+def _checked(function: Any) -> Function[P, T]:
+    """Raises RequestError."""
+    if not inspect.iscoroutinefunction(function):
+        raise RequestError(f"{function!r} is marked as a program, but must be an async def.")
+    return cast("Function[P, T]", function)
 
 
 def _settings(base: Settings, given: Mapping[str, Any]) -> Settings:
@@ -125,6 +134,10 @@ async def run_batch(
         raise RequestError(f"The program is {program!r}, but must be a function that @program marks.")
     if type(max_parallel) is not int or max_parallel < 1:
         raise RequestError(f"max_parallel is {max_parallel!r}, but must be a whole number of at least 1.")
+    if isinstance(inputs, (str, Mapping)) or not isinstance(inputs, Iterable):
+        raise RequestError(
+            f"inputs is of type {type(inputs).__name__}, but must be a list with one entry per call."
+        )
     engine, given = engine_of(llm), list(inputs)
     outcomes: dict[int, Outcome[T]] = {}
     waiting = iter(enumerate(given))

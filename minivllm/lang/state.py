@@ -125,6 +125,9 @@ class State:
         return self
 
     def __getitem__(self, name: str) -> Any:
+        """Raises KeyError."""
+        if name not in self.results:
+            raise KeyError(f"{name!r} was not generated: there are {sorted(self.results)}.")
         return self.results[name]
 
     def __contains__(self, name: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from minivllm.sampling_params import FALLBACK_SAMPLING, OutputKind, PoolingParam
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
 from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
+from minivllm.tokenizer.chat_messages import check_text, checked_messages, shown
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ class InputProcessor:
         self._check_priority(priority)
         self.check_lora(lora)
         if pooling is not None and not isinstance(pooling, PoolingParams):
-            raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
+            raise RequestError(f"The pooling parameters are {shown(pooling)}, but must be a PoolingParams.")
         max_tokens = self._resolve_max_tokens(len(token_ids), params, is_pooling=pooling is not None)
         if params.prompt_logprobs_start > len(token_ids):
             raise RequestError(
@@ -153,7 +153,7 @@ class InputProcessor:
         if params.thinking_budget is not None:
             thinking = self._tag_token_ids("<think>"), self._tag_token_ids("</think>")
         if request_id is not None:
-            _check_text("request_id", request_id)
+            check_text("request_id", request_id)
 
         number = next(self._numbers)
         internal_id = f"r{number}"
@@ -219,19 +219,13 @@ class InputProcessor:
             raise RequestError("This model has no chat template: give a text prompt instead of messages.")
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise RequestError(
-                f"messages is {_shown(messages)}, but must be a list of at least one message such as "
+                f"messages is {shown(messages)}, but must be a list of at least one message such as "
                 '{"role": "user", "content": "Hello"}.'
             )
         messages, pictures = take_images(
             messages, self.images, self.config.no_images, measures=measures_images
         )
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(
-                    f"messages.{index} is {_shown(message)}, but must be a dictionary with a role and a "
-                    "content."
-                )
-            _check_strings_inside(f"messages.{index}", message)
+        messages = checked_messages(messages)
         text, token_ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -272,22 +266,22 @@ class InputProcessor:
         fields: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(fields, Mapping):
             raise RequestError(
-                f"The prompt is {_shown(prompt)}, but must be a text or a dictionary "
+                f"The prompt is {shown(prompt)}, but must be a text or a dictionary "
                 'such as {"prompt": "Hello"} or {"prompt_token_ids": [1, 2, 3]}.'
             )
         for key in fields:
             if key not in (*PROMPT_KEYS, *IMAGE_KEYS):
                 known = ", ".join((*PROMPT_KEYS, *IMAGE_KEYS))
-                raise RequestError(f"{_shown(key)} is not a field of a prompt; known are: {known}.")
+                raise RequestError(f"{shown(key)} is not a field of a prompt; known are: {known}.")
         text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
         if cache_salt is not None:
-            _check_text("cache_salt", cache_salt)
+            check_text("cache_salt", cache_salt)
             if not cache_salt:
                 raise RequestError(
                     "cache_salt is empty, but must have at least one character or be left out."
                 )
         if text is not None:
-            _check_text("prompt", text)
+            check_text("prompt", text)
         if token_ids is not None:
             self._check_token_ids("prompt_token_ids", token_ids)
             token_ids = list(token_ids)
@@ -317,7 +311,7 @@ class InputProcessor:
             return []
         if not isinstance(data, Mapping) or set(data) != {"image"}:
             raise RequestError(
-                f'multi_modal_data is {_shown(data)}, but must be a dictionary such as {{"image": image}}.'
+                f'multi_modal_data is {shown(data)}, but must be a dictionary such as {{"image": image}}.'
             )
         if self.images is None:
             raise RequestError(f"The prompt has images: at most 0 per prompt. {self.config.no_images}")
@@ -340,7 +334,7 @@ class InputProcessor:
 
     def _check_token_ids(self, name: str, token_ids: Any) -> None:
         if not isinstance(token_ids, (list, tuple)):
-            raise RequestError(f"{name} is {_shown(token_ids)}, but must be a list of token ids.")
+            raise RequestError(f"{name} is {shown(token_ids)}, but must be a list of token ids.")
         if set(map(type, token_ids)) <= {int} and (
             not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)
         ):
@@ -348,7 +342,7 @@ class InputProcessor:
         for position, token in enumerate(token_ids):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise RequestError(
-                    f"{name}.{position} is {_shown(token)}, but must be a whole number from 0 to "
+                    f"{name}.{position} is {shown(token)}, but must be a whole number from 0 to "
                     f"{self._vocab_size - 1} (the model's vocabulary)."
                 )
 
@@ -396,7 +390,7 @@ class InputProcessor:
                 "end only: call LLM.beam_search."
             )
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
+            raise RequestError(f"The sampling parameters are {shown(params)}, but must be a SamplingParams.")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
         self._check_token_ids("logprob_token_ids", params.logprob_token_ids or [])
@@ -435,7 +429,7 @@ class InputProcessor:
             if stops:
                 self._require_tokenizer(name)
             for index, stop in enumerate(stops):
-                _check_text(f"{name}.{index}", stop, MAX_STOP_STRING_LENGTH)
+                check_text(f"{name}.{index}", stop, MAX_STOP_STRING_LENGTH)
         matchers: list[StopMatcher] = [StopAutomaton(params.stop)] if params.stop else []
         matchers += compile_stop_patterns(params.stop_regex)
         return FirstStop(matchers) if len(matchers) > 1 else matchers[0] if matchers else None
@@ -459,7 +453,7 @@ class InputProcessor:
     def _check_priority(self, priority: int) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError(
-                f"priority is {_shown(priority)}, but must be a whole number; lower goes first."
+                f"priority is {shown(priority)}, but must be a whole number; lower goes first."
             )
         if priority != 0 and not self.config.scheduler.has_priorities:
             raise RequestError(
@@ -473,17 +467,16 @@ class InputProcessor:
             return
         if not isinstance(lora, LoRARequest):
             raise RequestError(
-                f"The adapter is {_shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, "
-                "lora_path)."
+                f"The adapter is {shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, lora_path)."
             )
         if type(lora.lora_int_id) is not int or lora.lora_int_id < 1:
             raise RequestError(
-                f"lora_int_id is {_shown(lora.lora_int_id)}, but must be a whole number of at least 1. The "
+                f"lora_int_id is {shown(lora.lora_int_id)}, but must be a whole number of at least 1. The "
                 "order is "
                 "LoRARequest(lora_name, lora_int_id, lora_path)."
             )
         for name in ("lora_name", "lora_path"):
-            _check_text(name, getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
+            check_text(name, getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
             if not getattr(lora, name):
                 raise RequestError(f"{name} is empty, but must have at least one character.")
         if self.config.lora is None:
@@ -496,7 +489,7 @@ class InputProcessor:
         sequences: dict[tuple[int, ...], None] = {}
         for index, word in enumerate(bad_words):
             tokenizer = self._require_tokenizer("bad_words")
-            _check_text(f"bad_words.{index}", word, MAX_BAD_WORD_LENGTH)
+            check_text(f"bad_words.{index}", word, MAX_BAD_WORD_LENGTH)
             for variant in (word, " " + word.lstrip()):
                 token_ids = tokenizer.encode(variant, add_special_tokens=False)
                 self._check_token_ids(f"bad_words.{index}.tokens", token_ids)
@@ -571,35 +564,3 @@ def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
         prompt_logprobs_start=start,
         logprobs=logprobs,
     )
-
-
-def _check_text(name: str, text: Any, max_length: int | None = None) -> None:
-    if not isinstance(text, str):
-        raise RequestError(f"{name} is {_shown(text)}, but must be a text.")
-    if max_length is not None and len(text) > max_length:
-        raise RequestError(f"{name} has {len(text)} characters, but may have at most {max_length}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} has half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}, "
-            "but must be text that UTF-8 can write."
-        ) from None
-
-
-def _check_strings_inside(name: str, value: Any) -> None:
-    """Every string in a message, however deep, can be written as UTF-8."""
-    if isinstance(value, str):
-        _check_text(name, value)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_strings_inside(name, key)
-            _check_strings_inside(f"{name}.{key}", inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _check_strings_inside(f"{name}.{index}", inner)
-
-
-def _shown(value: Any) -> str:
-    """A value for an error message: short, and always printable."""
-    return reprlib.repr(value)

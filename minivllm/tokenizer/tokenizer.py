@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as TokenizersBackend
 from minivllm.errors import ModelError, RequestError
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.hub.fetch import resolve_model
+from minivllm.tokenizer.chat_messages import ending_with, with_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -106,8 +107,8 @@ class HiddenTexts:
 
     def __init__(self, special: SpecialTexts) -> None:
         self._special = special
-        self._secret = "".join(secrets.choice("123456789") for _ in range(_SECRET_DIGITS))
-        self._numbers: dict[str, str] = {}  # digits pass through every filter of a template unchanged
+        self._secret = _secret()
+        self._numbers: dict[str, str] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -278,28 +279,64 @@ class Tokenizer:
         """
         if not self.has_chat_template and chat_template is None:
             raise RequestError(f"The model {self.source} has no chat template; send a plain prompt instead.")
+        given, end = list(messages), ""
+        if self._needs_parts if chat_template is None else self._reads_parts_only(chat_template):
+            given = list(map(with_parts, given))
+        if continue_final_message:
+            end = _secret()
+            given[-1] = ending_with(given[-1], end)
+        given_tools = None if tools is None else [dict(tool) for tool in tools]
+        text = self._rendered(given, chat_template, add_generation_prompt, tools=given_tools, **kwargs)
+        if end and end not in text:
+            raise RequestError(
+                "continue_final_message is True, but the chat template leaves the last message out."
+            )
+        return text.rpartition(end)[0] if end else text
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        return self._reads_parts_only(None)
+
+    def _reads_parts_only(self, chat_template: str | None) -> bool:
+        """Whether a template loses a content that is a text, but writes one that is a list of parts.
+        None is the model's. Many templates of models that see do, without a word."""
+
+        def writes(content: Any) -> bool:
+            try:
+                return mark in self._rendered([{"role": "user", "content": content}], chat_template, False)
+            except RequestError:
+                return False
+
+        mark = _secret()
+        return not writes(mark) and writes([{"type": "text", "text": mark}])
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        tools: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
         import jinja2
 
-        given, end = [dict(message) for message in messages], ""
-        if continue_final_message:
-            end = "".join(secrets.choice("123456789") for _ in range(_SECRET_DIGITS))
-            given[-1]["content"] = (given[-1].get("content") or "") + end
         try:
             text = self._fast.apply_chat_template(
-                given,
+                [dict(message) for message in messages],
                 chat_template=chat_template,
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"The chat template refused the messages: {error}.") from error
-        if end and end not in text:
-            raise RequestError(
-                "continue_final_message is True, but the chat template leaves the last message out."
-            )
-        return str(text).rpartition(end)[0] if end else str(text)
+        return str(text)
+
+
+def _secret() -> str:
+    """Digits pass through every filter of a template unchanged."""
+    return "".join(secrets.choice("123456789") for _ in range(_SECRET_DIGITS))
 
 
 def max_characters_per_token(backend: TokenizersBackend) -> int | None:
@@ -355,4 +392,19 @@ def load_tokenizer(model: str | Path, load_format: str = "auto", revision: str |
         raise ModelError(f"{path} holds no tokenizer that can be loaded: {reason}") from error
     if not isinstance(fast, PreTrainedTokenizerFast):
         raise ModelError(f"{path} holds a slow tokenizer only; a tokenizer.json is needed.")
+    if not fast.chat_template:
+        fast.chat_template = _template_of_processor(path / "chat_template.json")
     return Tokenizer(fast, str(path))
+
+
+def _template_of_processor(path: Path) -> str | None:
+    """Models that see may bring their template with the image processor. Raises ModelError."""
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text("utf-8"))["chat_template"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} holds no chat template that can be read: {error!r}.") from error
+    if not isinstance(template, str):
+        raise ModelError(f"{path}: chat_template is of type {type(template).__name__}, but must be a text.")
+    return template

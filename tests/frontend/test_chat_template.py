@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jinja2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from minivllm.errors import ModelError
 from minivllm.tokenizer.chat_template import render_chat
+from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.small_tokenizers import byte_level_bpe
 
 CHATML = (
@@ -78,3 +83,54 @@ def test_objects_reach_a_template_by_name_only() -> None:
         "{{ x }}", CONVERSATIONS[0], tools=None, add_generation_prompt=True, variables={"x": open}
     )
     assert shown == "<builtin_function_or_method>"
+
+
+PARTS_ONLY = (
+    "{% for message in messages %}{{ message['role'] ~ ':' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% elif part['type'] == 'text' %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+"""As models that see bring it: a content that is a text is lost without a word."""
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "the model's"])
+def test_a_template_that_reads_parts_only_gets_parts(given: bool) -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(), chat_template=CHATML if given else PARTS_ONLY
+    )
+    ours, template = Tokenizer(theirs, "test"), PARTS_ONLY if given else None
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    wanted = theirs.apply_chat_template(
+        parts, chat_template=PARTS_ONLY, add_generation_prompt=True, tokenize=False
+    )
+    assert "Hi <b>" in wanted
+    assert ours.render_chat(messages, chat_template=template) == wanted
+    assert ours.render_chat(parts, chat_template=template) == wanted
+    messages.append({"role": "assistant", "content": "Well"})
+    ends = ours.render_chat(
+        messages, add_generation_prompt=False, continue_final_message=True, chat_template=template
+    )
+    assert ends == wanted + "Well"
+    image = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
+    ends = ours.render_chat(image, False, continue_final_message=True, chat_template=template)
+    assert ends == "user:a<image>"
+
+
+def test_a_template_that_reads_texts_gets_texts() -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe(), chat_template=CHATML)
+    text = Tokenizer(theirs, "test").render_chat([{"role": "user", "content": "Hi"}], False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_a_template_may_come_with_the_image_processor(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe(), eos_token="<|end|>").save_pretrained(tmp_path)
+    assert not load_tokenizer(tmp_path).has_chat_template
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": CHATML}))
+    text = load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}], False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
+    for broken in ("{", "[]", "{}", '{"chat_template": 1}'):
+        file.write_text(broken)
+        with pytest.raises(ModelError, match="chat_template"):
+            load_tokenizer(tmp_path)

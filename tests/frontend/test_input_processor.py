@@ -215,11 +215,24 @@ def test_conversation_is_rendered_by_the_chat_template() -> None:
         ([{"role": "user", "content": "a"}, 4], "messages.1 is"),
         ([{"role": "user", "content": "a\ud800"}], r"messages\.0\.content .*U\+D800"),
         ([{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}], r"content\.0\.text .*U\+DFFF"),
+        ([{"role": "user"}], "messages.0 has no content: give a text"),
+        ([{"role": "user", "content": None}], "messages.0 has no content"),
+        ([{"role": "user", "content": 4}], "messages.0.content is 4"),
+        ([{"role": "user", "content": []}], r"messages.0.content is \[\], but must be a text, or a list"),
+        ([{"role": "user", "content": ["a", 7]}], "messages.0.content.1 is 7"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0 is {'type': 'text'}"),
+        ([{"role": "user", "content": [{"type": "sound", "text": "a"}]}], "messages.0.content.0 is"),
     ],
 )
 def test_bad_conversation_is_refused(messages: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         processor().render_chat(messages)
+
+
+def test_texts_in_parts_are_one_text() -> None:
+    parts = ["Grüße", {"type": "text", "text": "alle"}]
+    prompt = processor().render_chat([{"role": "user", "content": parts}])
+    assert prompt["prompt"] == "<user>Grüße\nalle<assistant>"
 
 
 def test_conversation_without_a_template_is_refused() -> None:

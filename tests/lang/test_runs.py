@@ -145,6 +145,8 @@ def test_what_cannot_run_is_refused_in_a_sentence(llm: LLM) -> None:
         (lambda: run_batch(engine, branches, [1], max_parallel=0), "max_parallel is 0"),
         (lambda: run_batch(engine, len, [1]), "that @program marks"),  # type: ignore[arg-type]
         (lambda: run_batch(llm, branches, [1]), "call run_offline"),  # type: ignore[arg-type]
+        (lambda: run_batch(engine, branches, None), "inputs is of type NoneType"),  # type: ignore[arg-type]
+        (lambda: run_batch(engine, branches, "ab"), "inputs is of type str"),
         (direct, "call run_offline"),
         (inside, "in an event loop"),
     ]:

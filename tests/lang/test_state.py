@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minivllm import SamplingParams
 from minivllm.errors import ContextLengthError, RequestError
-from minivllm.lang import State, assistant, join, program, run_batch, system, tool, user
+from minivllm.lang import State, assistant, image, join, program, run_batch, system, tool, user
 from minivllm.tokenizer.pieces import encode_after
 from minivllm.tokenizer.tokenizer import Tokenizer
 from tests.frontend.small_tokenizers import byte_fallback_bpe, byte_level_bpe, wrapped
@@ -309,6 +309,12 @@ class Word:
         (lambda s: asyncio.sleep(0, s.__iadd__(5)), "takes texts, image(…), and role blocks"),
         (lambda s: asyncio.sleep(0, s.__iadd__(user("a"))), "begin with a role block"),
         (lambda s: asyncio.sleep(0, user(5)), "write str"),
+        (lambda s: asyncio.sleep(0, s.__iadd__("\ud800")), "half a surrogate pair (U+D800)"),
+        (lambda s: asyncio.sleep(0, user("a", "b\udfff")), "A text of user(…) has half a surrogate pair"),
+        (lambda s: s.select("x", ["a", "\ud800"]), "A choice has half a surrogate pair"),
+        (lambda s: asyncio.sleep(0, system(image(b""))), "system(…) was given an image, but takes texts"),
+        (lambda s: asyncio.sleep(0, program(len)), "must be an async def"),
+        (lambda s: asyncio.sleep(0, program(temperature=0.0)(len)), "must be an async def"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(call: Callable[[State], Any], words: str) -> None:
