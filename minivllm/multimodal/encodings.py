@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from minivllm.config import ImagesConfig
 from minivllm.messages import ImageItem, UnitsToEncode
-from minivllm.multimodal.items import PixelTensors, place_of
+from minivllm.multimodal.items import PixelTensors, place_of, units_before
 from minivllm.request import Request
 
 ANSWER_SECONDS = 30.0
@@ -32,8 +32,10 @@ class _Encoding:
     item: ImageItem
     num_embeds: int
     """That have room. Those of an image that becomes lines take another one when all are encoded."""
-    num_units: int = 0
-    """Planned ones."""
+    first_unit: int
+    """Units before it are not encoded: the prefix cache had their tokens."""
+    num_units: int
+    """The number after the last planned one."""
     users: set[tuple[str, int]] = field(default_factory=set)
     """(request id, number of the image in its prompt) of running requests that are yet to read it."""
 
@@ -73,14 +75,15 @@ class Encodings:
     def want(self, request: Request, num_cached: int) -> None:
         """Ask for the pixels that a request lacks. num_cached: tokens of it that the prefix cache has."""
         for item in request.images:
-            if item.end > num_cached and not self._is_encoded(item):
+            if item.end > num_cached and not self._is_encoded(item, units_before(item, num_cached)):
                 self._want(item)
                 self._first_missing.setdefault(request.request_id, item.digest)
         self._ask_now()
 
-    def _is_encoded(self, item: ImageItem) -> bool:
+    def _is_encoded(self, item: ImageItem, first: int) -> bool:
+        """Whether all units from number ``first`` on are."""
         entry = self._cache.get(item.digest)
-        return entry is not None and entry.num_units == item.num_units
+        return entry is not None and entry.first_unit <= first and entry.num_units == item.num_units
 
     def _want(self, item: ImageItem, is_urgent: bool = False) -> None:
         self._abandoned.discard(item.digest)
@@ -195,26 +198,30 @@ class Encodings:
             if place_of(item, 0) >= start + count:
                 break
             reader = (request.request_id, number)
-            num_encoded = self._encode(item, reader, start + count)
+            num_encoded = self._encode(item, reader, start, start + count)
             limit = place_of(item, num_encoded)
             if num_encoded < item.num_embeds and limit < start + count:
                 return max(0, limit - start)
         return count
 
-    def _encode(self, item: ImageItem, reader: tuple[str, int], end: int) -> int:
-        """Plan units up to position ``end``, as many as the step may encode;
-        embeddings that there will be."""
-        entry = self._cache.get(item.digest)
-        if entry is None or entry.num_units < item.num_units:
+    def _encode(self, item: ImageItem, reader: tuple[str, int], start: int, end: int) -> int:
+        """Plan the units that positions ``start`` to ``end`` read, as many as the step may encode; embeddings
+        that there will be, counted from the image's first one, which need not be among them."""
+        entry, needed = self._cache.get(item.digest), units_before(item, start)
+        if not self._is_encoded(item, needed):
             if item.digest not in self._pixels:
                 self._want(item, is_urgent=True)
             elif entry is None and self._make_room(size := max(item.num_embeds, item.num_kept)):
-                entry = self._cache[item.digest] = _Encoding(item, size)
+                entry = self._cache[item.digest] = _Encoding(item, size, needed, needed)
                 self._num_embeds += size
+            elif entry is not None and entry.first_unit > needed:
+                entry.first_unit = entry.num_units = needed  # once more, with those before
         if entry is None:
             return 0
         self._cache.move_to_end(item.digest)
         entry.users.add(reader)
+        if entry.first_unit > needed:
+            return 0
         first, size = entry.num_units, item.unit_embeds
         while (
             item.digest in self._pixels

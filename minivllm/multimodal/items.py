@@ -19,6 +19,16 @@ class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
     """Why there are none, for the senders of the requests that wait for them."""
 
 
+def units_before(item: ImageItem, position: int) -> int:
+    """Units whose placeholders all come before a position of the prompt: what follows reads none of them. 0
+    for an image whose embeddings become lines, since all units are needed for one."""
+    if item.lines is not None:
+        return 0
+    inside = position - item.offset
+    num_embeds = sum(min(max(inside - first, 0), count) for first, count in item.runs)
+    return num_embeds // item.unit_embeds
+
+
 def place_of(item: ImageItem, num_embeds: int) -> int:
     """The position in the prompt of the first placeholder that cannot be read after so many embeddings;
     of the span's end after all."""

@@ -186,7 +186,7 @@ def test_an_engine_that_loads_blocks_encodes_only_an_image_that_reaches_into_the
         check(llm, directory, [reaching])
         num_units, num_questions = counts(llm)
         assert num_questions == 1
-        assert num_units == (13 if kind == "smolvlm" else 1)
+        assert num_units == (2 if kind == "smolvlm" else 1)
         other = covered[0], [picture(3)]
         check(llm, directory, [other])
         assert counts(llm)[1] == 2

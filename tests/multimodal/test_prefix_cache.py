@@ -63,6 +63,26 @@ def test_a_question_that_parts_from_another_one_inside_a_block_asks_for_no_pixel
         assert (encodings(llm).num_encoded_units, encodings(llm).num_questions) == before
 
 
+def test_after_a_hit_inside_an_image_only_the_rest_of_it_is_encoded(directories: dict[str, Path]) -> None:
+    directory, image = directories["smolvlm"], picture(2, 60, 60)
+    texts = [
+        f"<s>{start} <image>What {verb} it?" for start in ("A picture", "Another") for verb in ("has", "was")
+    ]
+    with engine(directory, encoder_cache_bytes=1, reuse_partial_blocks=False) as llm:
+        counts = []
+        for text in texts:
+            before = encodings(llm).num_encoded_units
+            tokens, num_cached = answer(llm, text, [image])
+            assert tokens == wanted(directory, text, [image])
+            counts.append((encodings(llm).num_encoded_units - before, num_cached))
+            if text == texts[0]:
+                answer(llm, "<s><image>", [picture(3)])  # which takes the room of this one
+    whole = counts[0][0]
+    # The last placeholder of the first text is token 116, in the block that begins with 112.
+    assert whole > 3 and counts[1] == (1, 112)
+    assert counts[2] == (whole, 0) and counts[3][0] == 0, "encoded again from the first unit, then kept"
+
+
 def test_a_second_question_encodes_nothing_and_asks_for_nothing(directories: dict[str, Path]) -> None:
     image = picture(2, 60, 60)
     with engine(directories["smolvlm"]) as llm:
