@@ -24,6 +24,13 @@ and a fourth one measures 16 requests that begin together and end together, prom
     minivllm bench model --engine minivllm,quantization=int4 --dtype bfloat16 --vs minivllm \\
         --vs transformers,transformers-cb --case fixed:16:128:64 --repeats 5 --calibrate 1 \\
         --json tutorials/measurements/cpu_4_transformers.json
+
+and a fifth one draws tokens, and measures requests whose prompts begin alike:
+
+    minivllm bench model --dtype bfloat16 --vs vllm --case decode:16 \\
+        --case decode:16,temperature=0.7,top_p=0.8,top_k=20,repetition_penalty=1.05 \\
+        --case agents:8:4:200:40:32 --case system-prompt:8:500:40:32 --repeats 5 --calibrate 1 \\
+        --json tutorials/measurements/cpu_6_requests.json
 """
 
 from __future__ import annotations
