@@ -369,8 +369,8 @@ with LLM(**arguments) as llm:
         runner.capture_graphs("piecewise", RecordedGraphs())
     graphs, choose, taken = runner.graphs, runner.graphs.choose, []
 
-    def noting(counts: list[int]) -> GraphChoice | None:
-        choice = choose(counts)
+    def noting(counts: list[int], **options: bool) -> GraphChoice | None:
+        choice = choose(counts, **options)
         taken.append((sum(counts), choice.num_tokens))
         return choice
 
