@@ -14,12 +14,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from minivllm.config import EngineArgs
-from minivllm.errors import EngineDeadError, EngineLostError, RequestError
+from minivllm.errors import ConfigError, EngineDeadError, EngineLostError, RequestError
 from minivllm.frontend.llm_engine import TextFrontend, load_model_tokenizer
 from minivllm.messages import EngineOutput, FinishReason, LoRARequest, PrefixTree, RecentStep, SchedulerStats
 from minivllm.processing.input_processor import PreparedRequest, Prompt
@@ -69,6 +70,11 @@ class AsyncLLM(TextFrontend):
     """
 
     def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
+        if isinstance(client, (str, Path, EngineArgs)):
+            raise ConfigError(
+                f"AsyncLLM was given an object of type {type(client).__name__}, but takes a client of engine "
+                'processes: call AsyncLLM.from_args(EngineArgs(model="smollm2")).'
+            )
         super().__init__(client, tokenizer)
         self.client = client
         self._streams: dict[str, _Stream] = {}

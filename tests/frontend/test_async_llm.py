@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from minivllm.config import EngineArgs
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import SchedulerStats
 from minivllm.processing.outputs import RequestOutput
@@ -409,3 +410,9 @@ def test_an_engine_that_is_closed_at_once_leaves_no_error_that_nobody_reads() ->
     asyncio.run(main())
     gc.collect()
     assert complaints == []
+
+
+@pytest.mark.parametrize("given", ["smollm2", Path("model"), EngineArgs(model="smollm2")])
+def test_a_model_in_the_place_of_a_client_names_from_args(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"call AsyncLLM\.from_args"):
+        AsyncLLM(given)
