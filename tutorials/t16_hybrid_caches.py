@@ -27,10 +27,10 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.batch.layer_caches import kv_groups
-from minivllm.batch.sizing import PoolLimits, fit_pools
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, make_group
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_cache.sizing import PoolLimits, fit_pools
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.models.decoder import Decoder
 from minivllm.simulation.steps import Arrival

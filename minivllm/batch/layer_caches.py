@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.batch.sizing import local_block_size
 from minivllm.device.buffers import to_device
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.sizing import local_block_size
 from minivllm.kv_cache.specs import GroupKind, GroupSpec
 from minivllm.models.model import Model
 from minivllm.specs.attention import AttentionSpec

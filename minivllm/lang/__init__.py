@@ -1,7 +1,7 @@
 """A language of programs: functions that generate,
 choose and branch on a text whose prefix stays in the cache.
 
-May import: frontend, multimodal, processing, tokenizer.
+May import: frontend, multimodal, multimodal.files, processing, tokenizer.
 Door: `State` in state.py, `program` and its parts in run.py, `user` and its parts in roles.py.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm.errors import RequestError
 from minivllm.sampling_params import MAX_CHOICES
-from minivllm.tokenizer.chat_messages import check_text
+from minivllm.tokenizer.valid_text import check_text
 
 SCORINGS = ("mean", "sum", "greedy")
 

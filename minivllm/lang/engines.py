@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.llm_engine import TextFrontend
-    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.files.decoding import Picture
     from minivllm.multimodal.prompt_images import PromptImages
     from minivllm.processing.outputs import RequestOutput
 

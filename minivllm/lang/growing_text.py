@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.lang.engines import Engine, Settings
 from minivllm.lang.roles import Block, Conversation, Image
-from minivllm.tokenizer.chat_messages import check_text
 from minivllm.tokenizer.pieces import encode_after
+from minivllm.tokenizer.valid_text import check_text
 
 if TYPE_CHECKING:
-    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.files.decoding import Picture
 
 _LONG_TEXT = 4096
 """Characters from which on tokenizing moves to a thread."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
-from minivllm.tokenizer.chat_messages import check_text
+from minivllm.tokenizer.valid_text import check_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,7 +23,7 @@ from minivllm.tokenizer.detokenizer import TokenDecoder
 from minivllm.tokenizer.pieces import tokens_of_text
 
 if TYPE_CHECKING:
-    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.files.decoding import Picture
     from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.decoding import MAX_FILE_BYTES, Measured
+from minivllm.multimodal.files.decoding import MAX_FILE_BYTES, Measured
 from minivllm.multimodal.prompt_images import PromptImages
 
 IMAGE_PARTS = ("image_url", "image_pil")

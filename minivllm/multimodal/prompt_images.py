@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 from minivllm.config import ImagesConfig
 from minivllm.errors import ModelError, RequestError
 from minivllm.messages import ImageItem
-from minivllm.multimodal.decoding import Measured, Picture, Pictures
-from minivllm.multimodal.decoding_room import DecodingRoom
 from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.multimodal.files.decoding import Measured, Picture, Pictures
+from minivllm.multimodal.files.decoding_room import DecodingRoom
+from minivllm.multimodal.files.measuring import measure
 from minivllm.multimodal.items import PixelTensors
-from minivllm.multimodal.measuring import measure
 from minivllm.multimodal.spans.families import make_expansion
 from minivllm.multimodal.spans.span import Options, Span
 

@@ -22,7 +22,7 @@ from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineRequest, ImageItem, LoRARequest
 from minivllm.multimodal.chat_parts import take_images
-from minivllm.multimodal.decoding import Picture
+from minivllm.multimodal.files.decoding import Picture
 from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.sampling.logits_processors import load_logits_processors
@@ -30,7 +30,8 @@ from minivllm.sampling_params import FALLBACK_SAMPLING, OutputKind, PoolingParam
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
 from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
-from minivllm.tokenizer.chat_messages import check_text, checked_messages, shown
+from minivllm.tokenizer.chat_messages import checked_messages
+from minivllm.tokenizer.valid_text import check_text, shown
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer

@@ -3,12 +3,12 @@ wrong in the words of Jinja."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.errors import RequestError
 from minivllm.tokenizer.chat_template import REASONING_FIELDS
+from minivllm.tokenizer.valid_text import check_text, shown
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
@@ -73,21 +73,6 @@ def ending_with(message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
     return {**message, "content": [*parts, {**last, "text": last["text"] + end}]}
 
 
-def check_text(name: str, text: Any, max_length: int | None = None) -> None:
-    """Raises RequestError for what is no text, or none that UTF-8 can write. max_length: in characters."""
-    if not isinstance(text, str):
-        raise RequestError(f"{name} is {shown(text)}, but must be a text.")
-    if max_length is not None and len(text) > max_length:
-        raise RequestError(f"{name} has {len(text)} characters, but may have at most {max_length}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} has half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}, "
-            "but must be text that UTF-8 can write."
-        ) from None
-
-
 def _check_strings_inside(name: str, value: Any) -> None:
     """Every string in a message, however deep, can be written as UTF-8."""
     if isinstance(value, str):
@@ -99,8 +84,3 @@ def _check_strings_inside(name: str, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _check_strings_inside(f"{name}.{index}", inner)
-
-
-def shown(value: Any) -> str:
-    """A value for an error message: short, and always printable."""
-    return reprlib.repr(value)

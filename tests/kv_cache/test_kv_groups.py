@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.batch.sizing import RETENTION, PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.group_manager import (
     ChunkedAttentionManager,
@@ -18,6 +17,7 @@ from minivllm.kv_cache.group_manager import (
     make_group,
 )
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_cache.sizing import RETENTION, PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, max_blocks, total_bytes
 from minivllm.request import Request
 from tests.kv_cache.test_kv_cache_manager import admit, make_request, prompts, snapshot

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageFile, PngImagePlugin, WebPImagePlugin
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.decoding import MAX_FILE_BYTES, Pictures
-from minivllm.multimodal.measuring import measure
+from minivllm.multimodal.files.decoding import MAX_FILE_BYTES, Pictures
+from minivllm.multimodal.files.measuring import measure
 from tests.multimodal.conftest import engine
 from tests.multimodal.models import picture, prompt
 

@@ -18,8 +18,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.multimodal import decoding
-from minivllm.multimodal.decoding_room import BYTES_PER_PIXEL, DecodingRoom
+from minivllm.multimodal.files import decoding
+from minivllm.multimodal.files.decoding_room import BYTES_PER_PIXEL, DecodingRoom
 from minivllm.multimodal.prompt_images import PromptImages
 from minivllm.server.service import service
 from tests.multimodal.conftest import engine

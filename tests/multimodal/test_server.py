@@ -15,7 +15,7 @@ from openai import OpenAI
 from PIL import Image
 
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.multimodal.decoding import MAX_FILE_BYTES
+from minivllm.multimodal.files.decoding import MAX_FILE_BYTES
 from tests.multimodal.models import engine_args, expected, picture
 from tests.server.serving import Served, serve_in_thread
 

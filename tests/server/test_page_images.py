@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.decoding import (
+from minivllm.multimodal.files.decoding import (
     FORMATS,
     MAX_FILE_BYTES,
     MAX_PIXELS,

@@ -1,5 +1,5 @@
 """Programs of the language against the same requests without it.
 
-May import: bench.reports, cli.engine, config, frontend, lang, lang.examples, multimodal, processing,
-tokenizer.
+May import: bench.reports, cli.engine, config, frontend, lang, lang.examples, multimodal, multimodal.files,
+processing, tokenizer.
 """

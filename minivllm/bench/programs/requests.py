@@ -12,7 +12,7 @@ from minivllm.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.lang import Outcome, Program
-    from minivllm.multimodal.decoding import Picture
+    from minivllm.multimodal.files.decoding import Picture
     from minivllm.multimodal.prompt_images import PromptImages
     from minivllm.processing.outputs import RequestOutput
     from minivllm.tokenizer.tokenizer import Tokenizer

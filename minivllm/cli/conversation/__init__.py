@@ -1,5 +1,6 @@
 """A conversation and its slash commands, with an engine here or with a server.
 
-May import: cli.engine, cli.terminal, frontend, multimodal, processing, profiling, server.parsers, simulation.
+May import: cli.engine, cli.terminal, frontend, multimodal.files, processing, profiling, server.parsers,
+simulation.
 Door: `ChatSession` in chat_session.py.
 """

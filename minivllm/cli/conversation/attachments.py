@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.cli.terminal.typed import read_typed_file
-from minivllm.multimodal.decoding import MAX_FILE_BYTES
+from minivllm.multimodal.files.decoding import MAX_FILE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

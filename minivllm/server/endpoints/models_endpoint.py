@@ -1,6 +1,6 @@
 """Model cards, ``/tokenize`` and ``/detokenize``."""
 
-from minivllm.multimodal.decoding import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, MAX_RATIO, MAX_SIDE
+from minivllm.multimodal.files.decoding import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, MAX_RATIO, MAX_SIDE
 from minivllm.server.answers.chat_messages import template_messages, template_options
 from minivllm.server.bodies.errors import ApiError, invalid
 from minivllm.server.protocol import operation as protocol

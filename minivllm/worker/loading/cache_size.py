@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 
 from minivllm.batch.layer_caches import draft_input_bytes, kv_groups
-from minivllm.batch.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.config import EngineConfig
 from minivllm.device.memory import MAX_CPU_CACHE_BYTES, cache_memory
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.models.model import Model, StagedModel
 from minivllm.plugins.points import ATTENTION

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
-from minivllm.multimodal.decoding_room import DecodingRoom
+from minivllm.multimodal.files.decoding_room import DecodingRoom
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from minivllm.multimodal.decoding import Measured, open_file
+from minivllm.multimodal.files.decoding import Measured, open_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
