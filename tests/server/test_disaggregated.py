@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai.types import Completion
 from typer.testing import CliRunner
 
 from minivllm import LLM, SamplingParams
@@ -76,10 +78,14 @@ class Disaggregated:
                 return child
         raise AssertionError(f"{name} does not listen")
 
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The engine of the server of that name, and the server."""
+        server = self.server(name)
+        return [*server.children(recursive=True), server]
+
     def kill(self, name: str) -> None:
         """kill -9 of the server and of its engine."""
-        server = self.server(name)
-        for one in [*server.children(recursive=True), server]:
+        for one in self.processes(name):
             one.kill()
 
     def metric(self, name: str, url: str) -> float:
@@ -205,9 +211,11 @@ def test_decode_servers_that_die_end_their_streams_others_go_on_and_all_are_star
     start: Callable[..., Disaggregated], expected: list[list[str]]
 ) -> None:
     running = start("1P2D")
-    with running.client() as client:
-        streams = [
-            client.completions.create(
+    victims = running.processes("decode 1")  # looking for them takes as long as many tokens
+    with running.client() as client, ThreadPoolExecutor(6) as pool:
+
+        def begin(number: int) -> openai.Stream[Completion]:
+            stream = client.completions.create(
                 model="tiny",
                 prompt=[4 + number] * 100,
                 max_tokens=390,
@@ -215,11 +223,12 @@ def test_decode_servers_that_die_end_their_streams_others_go_on_and_all_are_star
                 stream=True,
                 extra_body={"ignore_eos": True},
             )
-            for number in range(6)
-        ]
-        for stream in streams:
             next(iter(stream))
-        running.kill("decode 1")
+            return stream
+
+        streams = list(pool.map(begin, range(6)))
+        for victim in victims:
+            victim.kill()
         endings = []
         for stream in streams:
             try:
