@@ -14,3 +14,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None =
     mean_square = wide.square().mean(-1, keepdim=True) if mean_square is None else mean_square
     wide = wide * torch.rsqrt(mean_square + eps)
     return wide.to(x.dtype) * weight
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` without a weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

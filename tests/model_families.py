@@ -23,6 +23,17 @@ SHAPE: dict[str, Any] = {
 }
 
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 5,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": SHAPE["vocab_size"],
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
 ALTERNATING = [
     "sliding_attention",
     "full_attention",
@@ -223,6 +234,35 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3Config",
         "Phi3ForCausalLM",
         {"sliding_window": 24, "partial_rotary_factor": 0.75, "num_key_value_heads": 4},
+    ),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", {**GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4-small": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2
+            + ["full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma4-experts": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "use_bidirectional_attention": "vision",
+        },
     ),
     "phi3-short": ("Phi3Config", "Phi3ForCausalLM", {"rope_parameters": LONGROPE}),
     "phi3-long": (

@@ -38,6 +38,7 @@ from minivllm.gguf.gguf_file import (
 from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import (
+    NORMS_BESIDE_EXPERTS,
     FeedForwardSpec,
     GatedDeltaSpec,
     LatentSpec,
@@ -67,6 +68,8 @@ _EXACT = (
     "mlp.gate.weight",
     "mlp.gate.bias",
     "mlp.gate.e_score_correction_bias",
+    "mlp.scale",
+    "mlp.per_expert_scale",
     "mlp.shared_expert_gate.weight",
     "self_attn.sinks",
 )
@@ -93,10 +96,14 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
-        if isinstance(layer.mlp, MoeSpec) and layer.mlp.has_correction:
-            shapes[prefix + "mlp.gate.e_score_correction_bias"] = (layer.mlp.num_experts,)
-        shapes.update({prefix + name: shape for name, shape in _mixer_shapes(layer.mixer).items()})
+        vectors = {**_mixer_shapes(layer.mixer), **_other_vectors(layer, hidden)}
+        shapes.update({prefix + name: shape for name, shape in vectors.items()})
     shapes["model.norm.weight"] = (hidden,)
+    if config.per_layer is not None:
+        width = config.per_layer.width
+        shapes["model.embed_tokens_per_layer.weight"] = (config.vocab_size, config.num_layers * width)
+        shapes["model.per_layer_model_projection.weight"] = (config.num_layers * width, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (width,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
@@ -104,7 +111,11 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def _projections(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
     """Name of each matrix of a layer -> its rows, its columns, and whether it has a bias."""
-    return {**_mixer_projections(layer.mixer, hidden), **_feed_forward(layer.mlp, hidden)}
+    matrices = {**_mixer_projections(layer.mixer, hidden), **_feed_forward(layer.mlp, hidden)}
+    if layer.per_layer is not None:
+        matrices["per_layer_input_gate"] = (layer.per_layer.width, hidden, False)
+        matrices["per_layer_projection"] = (hidden, layer.per_layer.width, False)
+    return matrices
 
 
 def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
@@ -138,11 +149,10 @@ def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int
         hidden * spec.qkv_inputs,
     )
     gate = {"self_attn.g_proj": (query, hidden, spec.qkv_bias)} if spec.output_gate else {}
+    sizes = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
     return {
-        "self_attn.q_proj": (query, inputs, spec.qkv_bias),
+        **{f"self_attn.{part}": (sizes[part], inputs, spec.qkv_bias) for part in spec.projected},
         **gate,
-        "self_attn.k_proj": (key_value, inputs, spec.qkv_bias),
-        "self_attn.v_proj": (key_value, inputs, spec.qkv_bias),
         "self_attn.o_proj": (hidden, query, spec.o_bias),
     }
 
@@ -165,7 +175,23 @@ def _mixer_shapes(spec: MixerSpec) -> dict[str, Shape]:
         if spec.qk_norm is not None:
             heads, kv_heads = (spec.heads, spec.kv_heads) if spec.qk_norm == "whole width" else (1, 1)
             shapes["self_attn.q_norm.weight"] = (heads * spec.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (kv_heads * spec.head_dim,)
+            if spec.shares_cache_of is None:
+                shapes["self_attn.k_norm.weight"] = (kv_heads * spec.head_dim,)
+    return shapes
+
+
+def _other_vectors(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+    """Of all that is no matrix, outside the mixer and its norms."""
+    shapes: dict[str, Shape] = {}
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.has_correction:
+        shapes["mlp.gate.e_score_correction_bias"] = (layer.mlp.num_experts,)
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.beside is not None:
+        shapes |= {f"{name}.weight": (hidden,) for name in NORMS_BESIDE_EXPERTS}
+        shapes |= {"mlp.scale": (hidden,), "mlp.per_expert_scale": (layer.mlp.num_experts,)}
+    if layer.per_layer is not None:
+        shapes["post_per_layer_input_norm.weight"] = (hidden,)
+    if layer.output_scale:
+        shapes["output_scale.weight"] = (1,)
     return shapes
 
 
@@ -177,6 +203,8 @@ def _feed_forward(spec: FeedForwardSpec, hidden: int) -> dict[str, tuple[int, in
         matrices.update(_gated_mlp(f"mlp.experts.{expert}", spec.inner, hidden, spec.bias))
     if spec.shared is not None:
         matrices.update(_gated_mlp("mlp.shared_expert", spec.shared.inner, hidden, spec.shared.bias))
+    if spec.beside is not None:
+        matrices.update(_gated_mlp("mlp", spec.beside.inner, hidden, spec.beside.bias))
     if spec.shared_gate:
         matrices["mlp.shared_expert_gate"] = (1, hidden, False)
     return matrices

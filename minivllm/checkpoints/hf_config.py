@@ -105,6 +105,7 @@ def build_decoder_config(
         embedding_scale=described.embedding_scale,
         logits_scale=described.logits_scale,
         logits_soft_cap=described.logits_soft_cap,
+        per_layer=described.per_layer,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=read_dtype(entries, source),
         quantization=read_quantization(entries.get("quantization_config"), source),

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from minivllm.families.entries import MAX_POSITIONS, MAX_WIDTH, BiasRule, Entries
 from minivllm.families.rotary import read_rotary
 from minivllm.specs.attention import AttentionSpec, RotaryConfig
-from minivllm.specs.layers import LayerSpec, MlpSpec, NormPlace, NormSpec, QueryKeyNorm, SelfAttentionSpec
+from minivllm.specs.layers import (
+    LayerSpec,
+    MlpSpec,
+    NormPlace,
+    NormSpec,
+    PerLayerSpec,
+    QueryKeyNorm,
+    SelfAttentionSpec,
+)
 
 WindowRule = Callable[[Entries], Sequence[int | None]]
 """The sliding window of each layer, None for full attention."""
@@ -29,6 +37,7 @@ class Description:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+    per_layer: PerLayerSpec | None = None
 
     def attending(self, *, scale: float, soft_cap: float | None = None) -> Description:
         """The same with another scale of all scores, and with a cap."""

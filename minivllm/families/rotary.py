@@ -12,7 +12,7 @@ from minivllm.specs.attention import RotaryConfig, RotaryType
 
 logger = logging.getLogger(__name__)
 
-ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 MAX_THETA = 1e15
 
 
@@ -83,6 +83,9 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
         )
 
     values: dict[str, Any] = {"original_max_position": max_positions}
+    if rope_type == "proportional":
+        values["turned"], dim = dim, head_dim
+        values["factor"] = 1.0 if rope.get("factor") is None else rope.number("factor", 0.0, 1e6)
     if rope_type == "dynamic" and dim == 2:
         raise rope.refuse(
             "rope_type", rope_type, "must not be dynamic when only two elements of a head are rotated"
@@ -133,6 +136,7 @@ _USED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor",),
     "yarn": _YARN,
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"),
 }

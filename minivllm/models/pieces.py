@@ -21,6 +21,14 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Two registers times a number [1] that is a weight."""
+
+    def __call__(self, first: Tensor, second: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        return first * factor, second * factor
+
+
+@dataclass(frozen=True)
 class Project:
     """The product of a linear layer."""
 

@@ -29,6 +29,10 @@ def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
         return llama3_frequencies(
             dim, theta, factor, rotary.low_freq_factor, rotary.high_freq_factor, original
         )
+    if rotary.type == "proportional":
+        frequencies = default_frequencies(dim, theta) / factor
+        frequencies[rotary.turned // 2 :] = 0.0
+        return frequencies
     if rotary.type == "longrope":
         factors = rotary.long_factors if max_model_len > original else rotary.short_factors
         return default_frequencies(dim, theta) / torch.tensor(factors, dtype=torch.float64)

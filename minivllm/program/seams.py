@@ -16,11 +16,18 @@ class Attend(Seam):
     kind = "attend"
 
     def __init__(
-        self, layer: int, output: Tree, weights: Callable[[], Any], *, reads_stream: bool = True
+        self,
+        layer: int,
+        output: Tree,
+        weights: Callable[[], Any],
+        *,
+        cache: int | None = None,
+        reads_stream: bool = True,
     ) -> None:
-        """output: spec of o. weights: sinks, or those of an update.
-        reads_stream: a drafter may ask for the residual stream here."""
+        """output: spec of o. weights: sinks, or those of an update. cache: number of the layer's cache, if
+        it is another one than the layer's. reads_stream: a drafter may ask for the residual stream here."""
         self._layer = layer
+        self._cache = layer if cache is None else cache
         self._weights = weights
         self.reads = ("q", "stream" if reads_stream else "q")
         self.gives = {"o": output}
@@ -32,7 +39,7 @@ class Attend(Seam):
         q, stream, weights = values
         if world.note_input is not None:
             world.note_input(self._layer, stream)
-        return world.attend(self._layer, q, weights)
+        return world.attend(self._cache, q, weights)
 
 
 class _Exchange(Seam):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,10 @@ class RotaryConfig:
     extension. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn.
     attention_factor: cos and sin are multiplied by it (yarn, already resolved from mscale and mscale_all_dim;
     longrope). short_factors, long_factors: what longrope divides each frequency by, in contexts up to
-    original_max_position and in longer ones. axes: which of a token's three positions (time, row, column)
-    turns each frequency, dim / 2 of them, in models that rotate images in space (M-RoPE: Wang et al. 2024);
-    empty: all have one position.
+    original_max_position and in longer ones. turned: of proportional, how many elements of each head turn,
+    with the frequencies of a head of ``dim`` elements that all turn (Gemma 4). axes: which of a token's three
+    positions (time, row, column) turns each frequency, dim / 2 of them, in models that rotate images in space
+    (M-RoPE: Wang et al. 2024); empty: all have one position.
     """
 
     type: RotaryType = "default"
@@ -35,6 +36,7 @@ class RotaryConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    turned: int = 0
     axes: tuple[int, ...] = ()
 
 

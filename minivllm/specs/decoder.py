@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minivllm.specs.attention import AttentionSpec, RotaryConfig
-from minivllm.specs.layers import LayerSpec, StateMixerSpec
+from minivllm.specs.layers import LayerSpec, PerLayerSpec, StateMixerSpec
 from minivllm.weights.quantization_config import StoredQuantization
 
 
@@ -18,7 +18,8 @@ class DecoderConfig:
     rms_norm_eps: of the norm after the last layer. embedding_scale: factor of the embeddings (not of a head
     that shares their weights). logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap
     * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
-    quantization: how its linear layers are stored, if not in that type.
+    quantization: how its linear layers are stored, if not in that type. per_layer: the embeddings that all
+    layers read beside the residual stream; None: there are none.
     """
 
     architecture: str
@@ -31,6 +32,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+    per_layer: PerLayerSpec | None = None
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     quantization: StoredQuantization | None = None
@@ -59,5 +61,14 @@ class DecoderConfig:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
-        """How each layer attends; the mixer's spec of a layer that keeps a state instead."""
-        return tuple(layer.mixer.attends for layer in self.layers)
+        """How each layer that has a cache attends; the mixer's spec of a layer that keeps a state instead."""
+        return tuple(layer.mixer.attends for layer in self.layers if layer.shares_cache_of is None)
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """Of each layer the number of its cache. Layers that share one have the same."""
+        numbers = list[int]()
+        for layer in self.layers:
+            shared = layer.shares_cache_of
+            numbers.append(len(set(numbers)) if shared is None else numbers[shared])
+        return tuple(numbers)

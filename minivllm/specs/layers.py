@@ -2,6 +2,7 @@
 
 x = x + after(mixer(before(x)))          after and before: norms, or nothing
 x = x + after(mlp(before(x)))
+x = (x + embeddings for this layer) * scale    in some families
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class SelfAttentionSpec:
     qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of (2 in an EAGLE-3 head).
     query_scaling: a factor of the queries that grows with the position, after rotary.
     output_gate: attention's output is multiplied by the sigmoid of a projection of the layer's input
-    (Qwen3-Next).
+    (Qwen3-Next). value_norm: RMSNorm of each head's values, without a weight (Gemma 4). keys_are_values:
+    values are what the projection of keys gives, before norm and rotary. shares_cache_of: number of the
+    earlier layer whose keys and values this one reads; it makes none. None: it has its own.
     """
 
     heads: int
@@ -62,6 +65,16 @@ class SelfAttentionSpec:
     qkv_inputs: int = 1
     query_scaling: PositionScaling | None = None
     output_gate: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    shares_cache_of: int | None = None
+
+    @property
+    def projected(self) -> tuple[str, ...]:
+        """Which of q, k and v a projection makes."""
+        if self.shares_cache_of is not None:
+            return ("q_proj",)
+        return ("q_proj", "k_proj") if self.keys_are_values else ("q_proj", "k_proj", "v_proj")
 
     @property
     def query_group(self) -> int:
@@ -315,7 +328,9 @@ class MoeSpec:
     routing: how it chooses. bias: the experts' projections carry one. router_bias: so does the router.
     has_correction: scores are corrected when experts are chosen (DeepSeek-V3). shared: a gated MLP that all
     tokens go through as well. shared_gate: its output is multiplied by the sigmoid of a product of its own
-    (Qwen2-MoE).
+    (Qwen2-MoE). beside: a gated MLP that reads another norm of the residual stream than the experts do, and
+    whose output and theirs are normed before they are added (Gemma 4). The router reads the stream then,
+    normed without a weight and scaled, and each expert's factor is scaled. norm_eps: of these norms.
     """
 
     num_experts: int
@@ -327,11 +342,24 @@ class MoeSpec:
     has_correction: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False
+    beside: MlpSpec | None = None
+    norm_eps: float = 1e-6
 
     @property
     def active_inner(self) -> int:
-        """Values between, as many as a token has: of its experts and of the shared MLP."""
-        return self.routing.top_k * self.inner + (0 if self.shared is None else self.shared.inner)
+        """Values between, as many as a token has: of its experts and of the MLP that all tokens go
+        through."""
+        dense = self.shared or self.beside
+        return self.routing.top_k * self.inner + (0 if dense is None else dense.inner)
+
+
+NORMS_BESIDE_EXPERTS = (
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+)
+"""Norms of a layer with ``MoeSpec.beside``: of what the experts read, of what the MLP gives, and of what they
+give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,12 +394,35 @@ FeedForwardSpec = MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerLayerSpec:
+    """Embeddings of tokens for each layer (Gemma 3n, Gemma 4).
+
+    A table gives ``width`` values of every token for each layer. A projection of the model's input, normed,
+    is added to them. After its MLP a layer adds norm(back(activation(gate(x)) * values)) to the residual
+    stream x. text_id: stands for tokens of images in the table. norm_eps: of both norms.
+    """
+
+    width: int
+    activation: Activation
+    text_id: int = 0
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer of a decoder."""
+    """One layer of a decoder. per_layer: it reads embeddings of its own. output_scale: at its end the
+    residual stream is multiplied by a number that is one of its weights."""
 
     mixer: MixerSpec
     mlp: FeedForwardSpec
     norms: NormSpec
+    per_layer: PerLayerSpec | None = None
+    output_scale: bool = False
+
+    @property
+    def shares_cache_of(self) -> int | None:
+        """See SelfAttentionSpec."""
+        return self.mixer.shares_cache_of if isinstance(self.mixer, SelfAttentionSpec) else None
 
     @property
     def attention(self) -> SelfAttentionSpec:

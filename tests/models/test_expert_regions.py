@@ -71,7 +71,7 @@ def test_packaged_experts_compute_what_uncompiled_ones_do(
     """And so they do for another compiler, which finds the package on disk."""
     block = random_block(dtype, choose)
     stream = TensorSpec((Size("tokens", 13), HIDDEN), dtype, torch.device("cpu"))
-    program = block.program(LayerContext(0, dict, lambda: torch.empty(0), stream), "h", is_shared=False)
+    program = block.program(LayerContext(0, 0, dict, lambda: torch.empty(0), stream), "h", is_shared=False)
     part = fuse(program, {"h": stream, "adapters": None}, results=("x",)).body
     [region] = [step.region() for step in part.steps if isinstance(step, FusedPieces)]
     world, uncompiled = World(no_attention), Runner(part, lambda region: region.function)

@@ -85,7 +85,7 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
     declared = StateSpec.of(spec, torch.float32, CPU)
     update = make_update(spec, declared, compile_region)
     stream = TensorSpec((TOKENS, HIDDEN), torch.float32, CPU)
-    context = LayerContext(0, lambda: vectors, lambda: torch.empty(0), stream)
+    context = LayerContext(0, 0, lambda: vectors, lambda: torch.empty(0), stream)
     output = TensorSpec((TOKENS, *mixer.output_shape), torch.float32, CPU)
     cut = Attend(0, output, lambda: mixer.attend_weights(vectors))
     positions = TensorSpec((TOKENS,), torch.int32, CPU)

@@ -12,6 +12,7 @@ from minivllm.families.family import Family
 from minivllm.families.makers import (
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -24,7 +25,7 @@ from minivllm.families.makers import (
 )
 from minivllm.plugins.plugin import Plugins
 
-_MODULES = (llama, qwen, llava, gemma, phi, olmo, glm, granite, gpt_oss, deepseek, lfm2)
+_MODULES = (llama, qwen, llava, gemma, gemma4, phi, olmo, glm, granite, gpt_oss, deepseek, lfm2)
 PLUGINS = Plugins(
     "family", {family.architecture: family for module in _MODULES for family in module.FAMILIES}
 )

@@ -26,6 +26,7 @@ from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
 from minivllm.models.decoder.layer import DecoderLayer
+from minivllm.models.decoder.per_layer import PER_LAYER, PerLayerValues
 from minivllm.models.decoder.program import decoder_program, image_inputs
 from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.mixers.attention import SelfAttention
@@ -93,8 +94,19 @@ class Decoder:
         self._embeds = self.stage.is_first or (embeds_last and self.stage.is_last)
         own_layers = layers_of(self.stage, config)
         self.first_layer, specs = own_layers.start, config.layers[own_layers.start : own_layers.stop]
-        self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in specs]
+        self.layers = [
+            DecoderLayer(spec, config.hidden_size, factory, attention_dtype, number)
+            for number, spec in enumerate(specs, self.first_layer)
+        ]
+        caches = config.caches[own_layers.start : own_layers.stop]
+        self.caches = [number - caches[0] for number in caches]
+        """Of each layer the number of its cache here."""
         self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
+        self.per_layer = None
+        if config.per_layer is not None:
+            self.per_layer = PerLayerValues(
+                config.per_layer, config.num_layers, config.hidden_size, factory, self.vocabulary
+            )
         own = {"lm_head": self.vocabulary}
         parts = (
             Shard(rank, shard.size).own(config.vocab_size, VOCABULARY_UNIT) for rank in range(shard.size)
@@ -141,7 +153,7 @@ class Decoder:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
-        return tuple(layer.mixer.attends for layer in self.layers)
+        return tuple(layer.mixer.attends for layer in self.layers if layer.spec.shares_cache_of is None)
 
     @property
     def all_attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
@@ -150,7 +162,7 @@ class Decoder:
 
     @property
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
-        return [self._cache_spec(layer) for layer in self.layers]
+        return [self._cache_spec(layer) for layer in self.layers if layer.spec.shares_cache_of is None]
 
     def _cache_spec(self, layer: DecoderLayer) -> CacheSpec | StateSpec:
         spec, mixer = layer.spec.mixer, layer.mixer
@@ -176,6 +188,7 @@ class Decoder:
     @property
     def weights_per_token(self) -> int:
         in_layers = sum(layer.weights_per_token for layer in self.layers)
+        in_layers += 0 if self.per_layer is None else self.per_layer.weights_per_token
         return in_layers + (self.config.hidden_size * self.head.out_features if self.stage.is_last else 0)
 
     def wants(self, name: str) -> bool:
@@ -196,6 +209,8 @@ class Decoder:
             elif name == "model.norm.weight":
                 assert isinstance(tensor, Tensor)
                 self.final_norm = tensor.to(self.device)
+            elif self.per_layer is not None and name.startswith(PER_LAYER):
+                self.per_layer.load(name.removeprefix("model."), tensor)
             elif name.startswith("model.layers."):
                 _, _, index, rest = name.split(".", 3)
                 self.layers[int(index) - self.first_layer].load(rest, tensor, self.device)
@@ -225,6 +240,8 @@ class Decoder:
         """Replace every weight by ``change(weight)``.
         Regions take the weights as arguments, so they stay valid."""
         is_tied = self.embedding is self.head.tensors
+        for stored in () if self.per_layer is None else self.per_layer.stored:
+            stored.map_tensors(change)
         for layer in self.layers:
             for stored in layer.stored:
                 stored.map_tensors(change)
@@ -245,6 +262,9 @@ class Decoder:
                 "engine "
                 "with them."
             )
+        if self.per_layer is not None and other.per_layer is not None:
+            for stored, theirs in zip(self.per_layer.stored, other.per_layer.stored):
+                stored.tensors = theirs.tensors
         for layer, others in zip(self.layers, other.layers):
             layer.vectors = others.vectors
             for stored, theirs in zip(layer.stored, others.stored):
@@ -257,7 +277,13 @@ class Decoder:
         self._rebind()
 
     def _methods(self) -> list[object]:
-        return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
+        per_layer = () if self.per_layer is None else self.per_layer.methods
+        return [
+            self.embedding_method,
+            *per_layer,
+            *(layer.methods for layer in self.layers),
+            self.head.method,
+        ]
 
     # -- the program -------------------------------------------------------------------------------
 
@@ -280,7 +306,9 @@ class Decoder:
     ) -> Plan:
         """The program of this worker, fused. tokens, caches: specs. layers: only so many."""
         own = self.layers[:layers]
-        inputs = dict(program_inputs(tokens, [layer.own_cache(cache) for layer, cache in zip(own, caches)]))
+        caching = [layer for layer in own if layer.spec.shares_cache_of is None]
+        read = [layer.own_cache(cache) for layer, cache in zip(caching, caches)]
+        inputs = dict(program_inputs(tokens, read))
         if tokens.images is not None:
             rows = inputs.pop("rows")  # the last input always
             inputs |= {**image_inputs(tokens.images), "rows": rows}

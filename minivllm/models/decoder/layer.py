@@ -15,11 +15,12 @@ from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
-from minivllm.models.decoder.moe import MixtureOfExperts
+from minivllm.models.decoder.moe import ExpertsBesideMlp, MixtureOfExperts
+from minivllm.models.decoder.per_layer import PerLayerReader
 from minivllm.models.mixers.factory import make_mixer
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.norms import AddNorm, make_norm
-from minivllm.models.pieces import Add
+from minivllm.models.pieces import Add, Scale
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Attend, Sum
 from minivllm.specs.caches import TOKENS, LayerCache
@@ -29,6 +30,8 @@ from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:
     """The part that computes a spec."""
+    if isinstance(spec, MoeSpec) and spec.beside is not None:
+        return ExpertsBesideMlp(spec, spec.beside, hidden_size, factory)
     if isinstance(spec, MoeSpec):
         return MixtureOfExperts(spec, hidden_size, factory)
     return GatedMlp(spec, hidden_size, factory)
@@ -38,9 +41,17 @@ class DecoderLayer:
     """The weights of one layer, and its pieces."""
 
     def __init__(
-        self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
+        self,
+        spec: LayerSpec,
+        hidden_size: int,
+        factory: LinearFactory,
+        attention_dtype: torch.dtype,
+        number: int = 0,
     ) -> None:
+        """number: of the layer in the model."""
         self.spec = spec
+        self._number = torch.tensor([number], device=factory.device)
+        self.reader = None if spec.per_layer is None else PerLayerReader(spec.per_layer, hidden_size, factory)
         self._dtype = factory.dtype
         self._attention_dtype = attention_dtype
         self.keeps_state = isinstance(spec.mixer, StateMixerSpec)
@@ -57,6 +68,8 @@ class DecoderLayer:
             self.mlp.load(name.removeprefix("mlp."), tensor)
         elif module in self._linear_of:
             self._linear_of[module].load(module, kind, tensor)
+        elif self.reader is not None and module in self.reader.linears:
+            self.reader.linears[module].load(module, kind, tensor)
         else:
             if isinstance(tensor, QuantizedWeight):
                 tensor = tensor.restore(self._dtype)
@@ -69,24 +82,31 @@ class DecoderLayer:
     @property
     def stored(self) -> Sequence[Stored]:
         """All that keeps weights, but for the norms."""
-        return (*self.mixer.linears, *self.mlp.stored)
+        return (*self.mixer.linears, *self.mlp.stored, *self._reads_with)
+
+    @property
+    def _reads_with(self) -> Sequence[Linear]:
+        """Products around the embeddings of this layer."""
+        return () if self.reader is None else tuple(self.reader.linears.values())
 
     @property
     def weights_per_token(self) -> int:
         """How many weights computing a token reads."""
-        projections = sum(linear.in_features * linear.out_features for linear in self.mixer.linears)
+        linears = (*self.mixer.linears, *self._reads_with)
+        projections = sum(linear.in_features * linear.out_features for linear in linears)
         return projections + self.mlp.weights_per_token
 
     @property
     def named_linears(self) -> list[tuple[str, Linear]]:
-        """The linear layers by the block that they lie in."""
+        """The linear layers that adapters may change, by the block that they lie in."""
         blocks = (self.mixer.block, self.mixer.linears), ("mlp", self.mlp.linears)
         return [(block, linear) for block, linears in blocks for linear in linears]
 
     @property
     def methods(self) -> tuple[object, ...]:
         """How its products are computed."""
-        return (*(linear.method for linear in self.mixer.linears), *self.mlp.methods)
+        linears = (*self.mixer.linears, *self._reads_with)
+        return (*(linear.method for linear in linears), *self.mlp.methods)
 
     def own_cache(self, cache: LayerCache) -> LayerCache | None:
         """The cache that the pieces before attention write; None in a layer that keeps a state."""
@@ -118,7 +138,7 @@ class DecoderLayer:
     def attend(self, context: LayerContext) -> Attend:
         """The seam in the middle."""
         o = TensorSpec((TOKENS, *self.mixer.output_shape), self._attention_dtype, context.stream.device)
-        return Attend(context.number, o, lambda: self.mixer.attend_weights(self.vectors))
+        return Attend(context.number, o, lambda: self.mixer.attend_weights(self.vectors), cache=context.cache)
 
     def after_attention(self, context: LayerContext, is_shared: bool) -> Program:
         """From "o" to "x", which is still to be added to the stream.
@@ -137,6 +157,18 @@ class DecoderLayer:
             *self.mlp.program(context, inner, is_shared),
         ]
 
-    def leave(self, stream: TensorSpec) -> Program:
-        """The norm of what the MLP gave, in layers that have one."""
-        return self.norm("post_mlp_layernorm", "x", stream)
+    def leave(self, context: LayerContext) -> Program:
+        """What follows the MLP: the norm of what it gave, embeddings for this layer, and a factor of all, in
+        layers that have them."""
+        stream = context.stream
+        items: list[Piece] = self.norm("post_mlp_layernorm", "x", stream)
+        if self.reader is not None and self.spec.per_layer is not None:
+            norm = make_norm(self.spec.norms.kind, self.spec.per_layer.norm_eps)
+            items += self.reader.program(context, self._number)
+            items.append(
+                Piece(norm, ("x",), {"x": stream}, lambda: (self.vectors["post_per_layer_input_norm"],))
+            )
+        if self.spec.output_scale:
+            gives = {"stream": stream, "x": stream}
+            items.append(Piece(Scale(), ("stream", "x"), gives, lambda: (self.vectors["output_scale"],)))
+        return items

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.experts.routing import Routing, route
+from kernels_triton_free.norm import unit_norm
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.experts.methods import ExpertsMethod
 from minivllm.linear.factory import LinearFactory, Stored
@@ -19,25 +21,35 @@ from minivllm.linear.layer import Linear, Shard
 from minivllm.linear.methods.method import LinearTensors
 from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.mixers.mixer import LayerContext
+from minivllm.models.norms import RmsNorm
 from minivllm.models.pieces import Add
 from minivllm.models.shards import own_inner
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Combine, Share, Sum
-from minivllm.specs.layers import MoeSpec
+from minivllm.specs.layers import NORMS_BESIDE_EXPERTS, MlpSpec, MoeSpec
 from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
-_ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
+_ROUTER_PARTS = (
+    "gate.weight",
+    "gate.bias",
+    "gate.e_score_correction_bias",
+    "shared_expert_gate.weight",
+    "scale",
+    "per_expert_scale",
+)
 
 
 class Router:
     """The small weights that decide: always float32, never quantised.
 
     tensors: those of _ROUTER_PARTS that the spec calls for, in that order: router [experts, hidden] and its
-    bias [experts], the correction [experts], and the gate of the shared MLP [1, hidden].
+    bias [experts], the correction [experts], and the gate of the shared MLP [1, hidden]; factors of what the
+    router reads [hidden], and of what each expert gives [experts].
     """
 
     def __init__(self, spec: MoeSpec, device: torch.device) -> None:
-        wanted = (True, spec.router_bias, spec.has_correction, spec.shared_gate)
+        scales = spec.beside is not None
+        wanted = (True, spec.router_bias, spec.has_correction, spec.shared_gate, scales, scales)
         self.parts = tuple(part for part, is_there in zip(_ROUTER_PARTS, wanted, strict=True) if is_there)
         self.tensors: LinearTensors = (torch.empty(0),) * len(self.parts)
         self._device = device
@@ -76,12 +88,38 @@ class ChosenExperts:
         experts: LinearTensors,
     ) -> Tensor:
         """x [tokens, hidden], router [experts, hidden] -> [tokens, hidden]."""
-        logits = F.linear(x.float(), router, bias)
-        ids, factors = route(logits, self.routing, correction)
+        return self.given(x, *route(F.linear(x.float(), router, bias), self.routing, correction), experts)
+
+    def given(self, x: Tensor, ids: Tensor, factors: Tensor, experts: LinearTensors) -> Tensor:
+        """The same for experts that are chosen already. ids, factors: [tokens, top_k]."""
         if self.method.is_part:
             ids = ids - self.first
             ids = torch.where((ids >= 0) & (ids < self.method.num_experts), ids, self.method.num_experts)
         return self.method.apply(x, ids, factors, experts)
+
+
+@dataclass(frozen=True)
+class ScaledExperts:
+    """What chosen experts make of a norm of the residual stream, where the router reads the same norm with
+    factors in place of its weight, and each expert's output has a factor (Gemma 4)."""
+
+    chosen: ChosenExperts
+    norm_eps: float
+
+    def __call__(
+        self,
+        stream: Tensor,
+        weight: Tensor,
+        router: Tensor,
+        scale: Tensor,
+        per_expert: Tensor,
+        experts: LinearTensors,
+    ) -> Tensor:
+        """stream [tokens, hidden]; weight [hidden] of the norm. scale, per_expert: see Router."""
+        normed = unit_norm(stream, self.norm_eps)
+        logits = F.linear(normed.float() * (scale * stream.shape[-1] ** -0.5), router)
+        ids, factors = route(logits, self.chosen.routing)
+        return self.chosen.given(normed * weight, ids, factors * per_expert[ids], experts)
 
 
 @dataclass(frozen=True)
@@ -169,6 +207,19 @@ class MixtureOfExperts:
         code = ChosenExperts(experts.method, self._spec.routing, self._own.start)
         return Piece(code, (read,), {"x": context.stream}, weights)
 
+    def scaled(self, context: LayerContext, read: Name) -> Piece:
+        """Experts whose router has factors: from the residual stream in ``read`` to "x"."""
+        router, experts = self._router, self._experts
+
+        def weights() -> tuple[Any, ...]:
+            of_router = (router.tensor(_ROUTER_PARTS[part]) for part in (0, 4, 5))
+            return (context.vectors()[NORMS_BESIDE_EXPERTS[0]], *of_router, experts.tensors)
+
+        code = ScaledExperts(
+            ChosenExperts(experts.method, self._spec.routing, self._own.start), self._spec.norm_eps
+        )
+        return Piece(code, (read,), {"x": context.stream}, weights)
+
     def _shared_pieces(self, context: LayerContext, read: Name) -> list[Piece]:
         """What the shared MLP makes of the tokens, in "shared"."""
         assert self._shared is not None
@@ -179,3 +230,57 @@ class MixtureOfExperts:
                 Piece(GateShared(), ("shared", read), gives, lambda: (router.tensor(_ROUTER_PARTS[3]),))
             )
         return pieces
+
+
+class ExpertsBesideMlp:
+    """A gated MLP, and beside it experts that read another norm of the residual stream; both outputs are
+    normed and added (Gemma 4). A ``FeedForward``."""
+
+    def __init__(self, spec: MoeSpec, mlp: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
+        self._norm = RmsNorm(spec.norm_eps)
+        self._mlp = GatedMlp(mlp, hidden_size, factory)
+        self._experts = MixtureOfExperts(spec, hidden_size, factory)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return self._mlp.linears
+
+    @property
+    def stored(self) -> Sequence[Stored]:
+        return (*self._mlp.stored, *self._experts.stored)
+
+    @property
+    def methods(self) -> tuple[object, ...]:
+        return (*self._mlp.methods, *self._experts.methods)
+
+    @property
+    def weights_per_token(self) -> int:
+        return self._mlp.weights_per_token + self._experts.weights_per_token
+
+    def load(self, name: str, tensor: StoredWeight) -> None:
+        is_of_experts = name in _ROUTER_PARTS or name.startswith("experts.")
+        part = self._experts if is_of_experts else self._mlp
+        part.load(name, tensor)
+
+    def program(self, context: LayerContext, read: Name, is_shared: bool) -> Program:
+        stream = context.stream
+
+        def normed(name: str, register: Name) -> Piece:
+            weights = partial(_vector, context, name)
+            return Piece(self._norm, ("x",), {register: stream}, weights)
+
+        experts: Program = [self._experts.scaled(context, "stream"), Sum("x", stream)]
+        if is_shared:
+            share = Share("stream", "tokens", stream)
+            experts = [share, self._experts.scaled(context, "tokens"), Combine(stream, None)]
+        return [
+            *self._mlp.program(context, read, is_shared=False),
+            normed(NORMS_BESIDE_EXPERTS[1], "dense"),
+            *experts,
+            normed(NORMS_BESIDE_EXPERTS[2], "x"),
+            Piece(Add(), ("x", "dense"), {"x": stream}),
+        ]
+
+
+def _vector(context: LayerContext, name: str) -> tuple[Tensor]:
+    return (context.vectors()[name],)

@@ -114,11 +114,16 @@ def decoder_program(
                 else []
             ),
         ]
+        if decoder.per_layer is not None:
+            items += decoder.per_layer.program(
+                lambda method, scale: Embed(method, scale, here), stream, images is not None
+            )
     else:
         items.append(Receive(stream))
     is_shared = decoder.shares_experts
     for number, layer in enumerate(layers):
-        context = LayerContext(number, _vectors_of(layer), _table_of(decoder, number), stream)
+        cache = decoder.caches[number]
+        context = LayerContext(number, cache, _vectors_of(layer), _table_of(decoder, number), stream)
         is_last = stage.is_last and layer is layers[-1]
         items += [
             *layer.before_attention(context, is_first=number == 0),
@@ -127,7 +132,7 @@ def decoder_program(
             *([Pick()] if is_last and not is_shared else []),
             *layer.after_attention(context, is_shared),
             *([Pick()] if is_last and is_shared else []),
-            *layer.leave(stream),
+            *layer.leave(context),
             *([Piece(Add(), ("x", f"deep.{number}"), {"x": stream})] if number < levels else []),
         ]
     if not stage.is_last:

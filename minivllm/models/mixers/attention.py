@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
-from kernels_triton_free.norm import rms_norm
+from kernels_triton_free.norm import rms_norm, unit_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
 from minivllm.compilation.regions import TensorSpec
@@ -46,10 +46,46 @@ class MeanSquares:
         return torch.stack([of_q, of_k if self.counts_keys else torch.zeros_like(of_k)], dim=-1)
 
 
+def table_rows(cos_sin: Tensor, positions: Tensor, axes: Tensor | None) -> Tensor:
+    """Rows of a rotary table float32 [positions, dim] -> [tokens, dim].
+
+    positions: int32 [tokens], or [tokens, 3] with ``axes``: which of the three turns each column (int64
+    [dim]).
+    """
+    if axes is None:
+        return cos_sin[positions]
+    return cos_sin[positions[:, axes], torch.arange(len(axes), device=axes.device)]
+
+
+@dataclass(frozen=True)
+class RotateQueries:
+    """Norms q and rotates it, in a layer that reads the keys and values of an earlier one. Gives q [tokens,
+    kv_heads, G, D] in attention_dtype."""
+
+    shape: tuple[int, int, int]
+    attention_dtype: torch.dtype
+    norms: bool
+    norm_eps: float
+
+    def __call__(
+        self, q: Tensor, positions: Tensor, cos_sin: Tensor | None, axes: Tensor | None, weight: Any
+    ) -> Tensor:
+        """q [tokens, heads * D]. positions, cos_sin, axes: see ``table_rows``. weight: of the norm, if
+        there is one."""
+        kv_heads, group, dim = self.shape
+        q = q.view(-1, kv_heads * group, dim)
+        if self.norms:
+            q = rms_norm(q, weight, self.norm_eps)
+        if cos_sin is not None:
+            q = apply_rotary(q, table_rows(cos_sin, positions, axes))
+        return q.to(self.attention_dtype).reshape(-1, *self.shape).contiguous()
+
+
 @dataclass(frozen=True)
 class RotateAndStore:
     """Norms q and k, rotates both, stores k and v, and gives q [tokens, kv_heads, G,
-    D] in attention_dtype."""
+    D] in attention_dtype. keys_are_values: v is k, before norm and rotary. norms_values: v is normed, without
+    a weight."""
 
     heads: int
     kv_heads: int
@@ -58,6 +94,8 @@ class RotateAndStore:
     norm: QueryKeyNorm | None
     norm_eps: float
     query_scaling: PositionScaling | None
+    keys_are_values: bool = False
+    norms_values: bool = False
 
     def __call__(self, qkv: Tensor, positions: Tensor, cache: LayerCache, *values: Any) -> Tensor:
         """positions: int32 [tokens], or [tokens, 3]. values: [mean squares of q and k over the heads of all
@@ -65,7 +103,9 @@ class RotateAndStore:
         and k; None where there is no such thing."""
         *mean_squares, cos_sin, axes, q_weight, k_weight = values
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
-        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+        widths = [heads * dim, kv_heads * dim, kv_heads * dim][: 2 if self.keys_are_values else 3]
+        q, k, *others = qkv.split(widths, dim=-1)
+        v = others[0] if others else k
         if self.norm == "whole width":
             of_q, of_k = (
                 mean_squares[0].split(1, dim=-1)
@@ -76,11 +116,10 @@ class RotateAndStore:
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
         if self.norm == "per head":
             q, k = rms_norm(q, q_weight, self.norm_eps), rms_norm(k, k_weight, self.norm_eps)
+        if self.norms_values:
+            v = unit_norm(v, self.norm_eps)
         if cos_sin is not None:
-            if axes is None:
-                table = cos_sin[positions]
-            else:
-                table = cos_sin[positions[:, axes], torch.arange(len(axes), device=axes.device)]
+            table = table_rows(cos_sin, positions, axes)
             q, k = apply_rotary(q, table), apply_rotary(k, table)
         if self.query_scaling is not None:
             steps = torch.floor(positions / self.query_scaling.interval)
@@ -121,9 +160,10 @@ class SelfAttention:
         queries, keys = (times(heads, spec.head_dim) for heads in own[:2])
         self._own = own
         self._own_values = (queries, keys)
-        kv_size = spec.kv_heads * spec.head_dim
-        parts = {"q_proj": spec.heads * spec.head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        ranges, width = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, spec.heads * spec.head_dim
+        width, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        sizes = {"q_proj": width, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {part: sizes[part] for part in spec.projected}
+        ranges = {part: queries if part == "q_proj" else keys for part in parts}
         self.qkv = factory.make(parts, hidden_size * spec.qkv_inputs, spec.qkv_bias, "column", ranges)
         self.o = factory.make({"o_proj": hidden_size}, width, spec.o_bias, "row", {"o_proj": queries})
         gate = partial(
@@ -162,10 +202,21 @@ class SelfAttention:
     def before_attention(self, context: LayerContext, read: Name) -> Program:
         spec, dim, vectors = self.spec, self.spec.head_dim, context.vectors
         qkv = context.activation(self.qkv.out_features)
+
+        def weights() -> tuple[Tensor | None, ...]:
+            table, axes = (None, None) if spec.rotary is None else context.rotary_table()
+            return table, axes, vectors().get("q_norm"), vectors().get("k_norm")
+
         items: list[Piece | Seam] = [
             Piece(Project(self.qkv.product), (read, "adapters"), {"qkv": qkv}, lambda: (self.qkv.arguments,))
         ]
-        reads: tuple[Name, ...] = ("qkv", "positions", f"cache.{context.number}")
+        q = TensorSpec((TOKENS, *self.output_shape), self._attention_dtype, qkv.device)
+        if spec.shares_cache_of is not None:
+            turn = RotateQueries(
+                self.output_shape, self._attention_dtype, spec.qk_norm is not None, spec.qk_norm_eps
+            )
+            return [*items, Piece(turn, ("qkv", "positions"), {"q": q}, lambda: weights()[:3])]
+        reads: tuple[Name, ...] = ("qkv", "positions", f"cache.{context.cache}")
         if self.norms_whole_width and self._is_divided:
             sizes = (self.heads * dim, self.kv_heads * dim, self.kv_heads * dim)
             wholes = (spec.heads * dim, spec.kv_heads * dim)
@@ -183,13 +234,9 @@ class SelfAttention:
             spec.qk_norm,
             spec.qk_norm_eps,
             spec.query_scaling,
+            spec.keys_are_values,
+            spec.value_norm,
         )
-
-        def weights() -> tuple[Tensor | None, ...]:
-            table, axes = (None, None) if spec.rotary is None else context.rotary_table()
-            return table, axes, vectors().get("q_norm"), vectors().get("k_norm")
-
-        q = TensorSpec((TOKENS, *self.output_shape), self._attention_dtype, qkv.device)
         items.append(Piece(rotate, reads, {"q": q}, weights))
         return items
 

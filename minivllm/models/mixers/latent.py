@@ -173,7 +173,7 @@ class LatentAttention:
             )
 
         q = TensorSpec((TOKENS, 1, self.heads, spec.head_dim), self._attention_dtype, context.stream.device)
-        return [Piece(code, (read, "positions", "adapters", f"cache.{context.number}"), {"q": q}, weights)]
+        return [Piece(code, (read, "positions", "adapters", f"cache.{context.cache}"), {"q": q}, weights)]
 
     def after_attention(self, context: LayerContext, read: Name) -> Program:
         values = context.activation(self.o.in_features)

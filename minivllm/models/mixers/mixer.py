@@ -36,7 +36,9 @@ class LayerContext(NamedTuple):
     """What a layer's pieces need to know of the program around them."""
 
     number: int
-    """Of the layer's cache, which is the register ``cache.<number>``."""
+    """Of the layer in its stage."""
+    cache: int
+    """Of its cache, which is the register ``cache.<number>``. Layers that share one have the same."""
     vectors: Callable[[], Vectors]
     rotary_table: Callable[[], tuple[Tensor, Tensor | None]]
     """float32 [positions, dim], and which position turns each column (int64 [dim]), if there are several."""

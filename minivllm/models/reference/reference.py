@@ -19,6 +19,7 @@ from minivllm.models.rotary import rotary_frequencies
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.layers import (
+    NORMS_BESIDE_EXPERTS,
     Activation,
     ClampedSwiglu,
     LatentSpec,
@@ -30,6 +31,8 @@ from minivllm.specs.layers import (
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [tokens, rotary dim / 2] of every position."""
+KeysAndValues = tuple[Tensor, Tensor]
+"""Of one layer, [tokens, kv_heads, head_dim] each."""
 
 
 def reference_forward(
@@ -50,12 +53,17 @@ def reference_forward(
         angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies)
         cos, sin = ((f(angles) * rotary.attention_factor).to(x.dtype) for f in (torch.cos, torch.sin))
         rotations.append((cos, sin))
+    values = None if config.per_layer is None else per_layer_values(config, weights, x, token_ids)
+    kept: dict[int, KeysAndValues | None] = {}
     for index, layer in enumerate(config.layers):
         prefix = f"model.layers.{index}."
         own = {
             name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)
         }
-        x = reference_layer(layer, own, x, rotations)
+        shared = None if layer.shares_cache_of is None else kept[layer.shares_cache_of]
+        x, kept[index] = reference_layer(
+            layer, own, x, rotations, shared, None if values is None else values[:, index]
+        )
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     logits = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T * config.logits_scale
     cap = config.logits_soft_cap
@@ -63,10 +71,19 @@ def reference_forward(
 
 
 def reference_layer(
-    layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, rotations: Sequence[Rotation]
-) -> Tensor:
-    """One decoder layer: x [tokens, hidden] -> the same shape. weights: by their names in the layer."""
-    norms = layer.norms
+    layer: LayerSpec,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    rotations: Sequence[Rotation],
+    shared: KeysAndValues | None = None,
+    values: Tensor | None = None,
+) -> tuple[Tensor, KeysAndValues | None]:
+    """One decoder layer: x [tokens, hidden] -> the same shape, and the keys and values that it has read.
+
+    weights: by their names in the layer. shared: keys and values of an earlier layer, which this one reads.
+    values: the layer's embeddings [tokens, width].
+    """
+    norms, kept = layer.norms, shared
 
     def normed(x: Tensor, name: str, eps: float) -> Tensor:
         """A norm, where the layer has one of this name."""
@@ -75,7 +92,7 @@ def reference_layer(
     # The mixer: every token learns of those before it.
     h = normed(x, "input_layernorm", norms.eps)
     if isinstance(layer.mixer, SelfAttentionSpec):
-        out = self_attention(h, layer.mixer, weights, rotations)
+        out, kept = self_attention(h, layer.mixer, weights, rotations, shared)
     elif isinstance(layer.mixer, LatentSpec):
         out = latent_attention(h, layer.mixer, weights, rotations)
     else:
@@ -84,18 +101,47 @@ def reference_layer(
 
     # MLP: every token by itself.
     h = normed(x, "post_attention_layernorm", norms.eps)
-    out = (
-        mixture(h, layer.mlp, weights)
-        if isinstance(layer.mlp, MoeSpec)
-        else mlp(h, layer.mlp, "mlp", weights)
-    )
-    return x + normed(out, "post_mlp_layernorm", norms.after_eps)
+    if not isinstance(layer.mlp, MoeSpec):
+        out = mlp(h, layer.mlp, "mlp", weights)
+    elif layer.mlp.beside is None:
+        out = mixture(h, layer.mlp, weights)
+    else:
+        out = mlp(h, layer.mlp.beside, "mlp", weights)
+        before, after_mlp, after = (weights[f"{name}.weight"] for name in NORMS_BESIDE_EXPERTS)
+        eps = layer.mlp.norm_eps
+        experts = mixture(norm(x, before, eps), layer.mlp, weights, reads=norm(x, 1.0, eps))
+        out = norm(out, after_mlp, eps) + norm(experts, after, eps)
+    x = x + normed(out, "post_mlp_layernorm", norms.after_eps)
+
+    if layer.per_layer is not None and values is not None:
+        gate = activate(F.linear(x, weights["per_layer_input_gate.weight"]), layer.per_layer.activation)
+        out = F.linear(gate * values, weights["per_layer_projection.weight"])
+        x = x + normed(out, "post_per_layer_input_norm", layer.per_layer.norm_eps)
+    return x * weights["output_scale.weight"] if layer.output_scale else x, kept
+
+
+def per_layer_values(
+    config: DecoderConfig, weights: Mapping[str, Tensor], x: Tensor, token_ids: Sequence[int]
+) -> Tensor:
+    """Embeddings of a text for every layer [tokens, layers, width]. x: the model's input [tokens, hidden]."""
+    assert config.per_layer is not None
+    width = config.per_layer.width
+    of_tokens = weights["model.embed_tokens_per_layer.weight"][list(token_ids)] * width**0.5
+    made = F.linear(x, weights["model.per_layer_model_projection.weight"]) * config.hidden_size**-0.5
+    scale, eps = weights["model.per_layer_projection_norm.weight"], config.per_layer.norm_eps
+    made = norm(made.unflatten(-1, (-1, width)), scale, eps)
+    return (made + of_tokens.unflatten(-1, (-1, width))) * 2**-0.5
 
 
 def self_attention(
-    x: Tensor, spec: SelfAttentionSpec, weights: Mapping[str, Tensor], rotations: Sequence[Rotation]
-) -> Tensor:
-    """Attention with its projections, head by head: x [tokens, hidden] -> the same shape."""
+    x: Tensor,
+    spec: SelfAttentionSpec,
+    weights: Mapping[str, Tensor],
+    rotations: Sequence[Rotation],
+    shared: KeysAndValues | None = None,
+) -> tuple[Tensor, KeysAndValues]:
+    """Attention with its projections, head by head: x [tokens, hidden] -> the same shape, and its keys and
+    values. shared: those of an earlier layer, which are read in place of its own."""
 
     def project(x: Tensor, part: str) -> Tensor:
         return F.linear(
@@ -105,14 +151,21 @@ def self_attention(
     def normed(x: Tensor, part: str) -> Tensor:
         return norm(x, weights[f"self_attn.{part}_norm.weight"], spec.qk_norm_eps)
 
-    q, k, v = (project(x, part) for part in "qkv")
-    if spec.qk_norm == "whole width":
-        q, k = normed(q, "q"), normed(k, "k")
-    q, k, v = (y.unflatten(-1, (-1, spec.head_dim)) for y in (q, k, v))
-    if spec.qk_norm == "per head":
-        q, k = normed(q, "q"), normed(k, "k")
-    if spec.rotary is not None:
-        q, k = rotate(q, *rotations[spec.rotary]), rotate(k, *rotations[spec.rotary])
+    def turned(x: Tensor, part: str) -> Tensor:
+        """Heads of q or k, normed and rotated."""
+        x = normed(x, part) if spec.qk_norm == "whole width" else x
+        x = x.unflatten(-1, (-1, spec.head_dim))
+        x = normed(x, part) if spec.qk_norm == "per head" else x
+        return x if spec.rotary is None else rotate(x, *rotations[spec.rotary])
+
+    q = turned(project(x, "q"), "q")
+    if shared is None:
+        k = project(x, "k")
+        v = k if spec.keys_are_values else project(x, "v")
+        k, v = turned(k, "k"), v.unflatten(-1, (-1, spec.head_dim))
+        v = norm(v, 1.0, spec.qk_norm_eps) if spec.value_norm else v
+    else:
+        k, v = shared
     if spec.query_scaling is not None:
         steps = torch.arange(len(x)) // spec.query_scaling.interval
         q = q * (1 + spec.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
@@ -120,7 +173,7 @@ def self_attention(
     o = o.flatten(1)
     if spec.output_gate:
         o = o * torch.sigmoid(project(x, "g"))
-    return project(o, "o")
+    return project(o, "o"), (k, v)
 
 
 def latent_attention(
@@ -169,10 +222,17 @@ def mlp(x: Tensor, spec: MlpSpec | MoeSpec, name: str, weights: Mapping[str, Ten
     return project(activate(gate, spec.activation) * up, "down_proj")
 
 
-def mixture(x: Tensor, spec: MoeSpec, weights: Mapping[str, Tensor]) -> Tensor:
-    """Every token asks its own experts, and adds up what they say."""
-    logits = F.linear(x, weights["mlp.gate.weight"], weights.get("mlp.gate.bias"))
+def mixture(x: Tensor, spec: MoeSpec, weights: Mapping[str, Tensor], reads: Tensor | None = None) -> Tensor:
+    """Every token asks its own experts, and adds up what they say. reads: what the router reads in place of
+    x."""
+    if reads is None:
+        reads = x
+    if "mlp.scale" in weights:
+        reads = reads * weights["mlp.scale"] * x.shape[-1] ** -0.5
+    logits = F.linear(reads, weights["mlp.gate.weight"], weights.get("mlp.gate.bias"))
     chosen, factors = route(logits, spec.routing, weights.get("mlp.gate.e_score_correction_bias"))
+    if "mlp.per_expert_scale" in weights:
+        factors = factors * weights["mlp.per_expert_scale"][chosen]
     rows = [
         sum(factor * mlp(row, spec, f"mlp.experts.{expert}", weights) for expert, factor in zip(experts, own))
         for row, experts, own in zip(x, chosen.tolist(), factors)
@@ -212,7 +272,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
     """RMSNorm over the last dimension (Zhang and Sennrich 2019)."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 

@@ -263,7 +263,7 @@ class EagleHead(Decoder):
 
     def _program(self) -> Program:
         layer, stream, is_eagle3 = self.layers[0], self.stream_spec, self.eagle.version == "eagle3"
-        context = LayerContext(0, lambda: layer.vectors, lambda: (self.cos_sin[0], None), stream)
+        context = LayerContext(0, 0, lambda: layer.vectors, lambda: (self.cos_sin[0], None), stream)
         vocabulary = self._target.vocabulary
         here = (vocabulary.start, vocabulary.stop) if self.shard.size > 1 else None
         embed = Embed(self._embedding_and_method[1], 1.0, here)
@@ -290,7 +290,7 @@ class EagleHead(Decoder):
             code = EagleInput(self.fc.method)
             items.append(Piece(code, ("embedded", "feature"), {"stream": stream}, lambda: (self.fc.tensors,)))
         q, o = layer.mixer.before_attention(context, read), layer.attend(context)
-        items += [*q, o, Pick(), *layer.after_attention(context, False), *layer.leave(stream)]
+        items += [*q, o, Pick(), *layer.after_attention(context, False), *layer.leave(context)]
         items.append(Piece(Add(), ("stream", "x"), {"feature": stream}))
         if is_eagle3:
             items.append(Piece(norm, ("feature",), {"h": stream}, lambda: (self.final_norm,)))
@@ -308,7 +308,7 @@ class EagleHead(Decoder):
             *layer.before_attention(context, is_first=True),
             Pick(),
             *layer.after_attention(context, False),
-            *layer.leave(stream),
+            *layer.leave(context),
             Piece(
                 AddNorm(norm),
                 ("x", "stream"),

@@ -1,0 +1,259 @@
+"""Gemma 4: Gemma 3's norms and windows; layers of full attention have heads of another size. Depending on the
+model, keys are values there, the last layers read keys and values of earlier ones, layers read embeddings of
+their own, and experts stand beside the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kernels_triton_free.experts.routing import Routing
+from minivllm.families.dense import Description
+from minivllm.families.entries import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_VOCAB_SIZE,
+    MAX_WIDTH,
+    Entries,
+)
+from minivllm.families.experts import experts_of
+from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
+from minivllm.families.rotary import read_rotary_set
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import (
+    FeedForwardSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    PerLayerSpec,
+    SelfAttentionSpec,
+)
+
+_TYPES = ("full_attention", "sliding_attention")
+"""Types of layers, in the order of their rotary tables."""
+_ROTARY: Mapping[str, Mapping[str, Any]] = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+class _Heads(NamedTuple):
+    """Of layers of one type."""
+
+    kv_heads: int
+    head_dim: int
+
+
+def _types(entries: Entries) -> list[str]:
+    """Every sixth layer attends to everything, if they are not listed. The last one always does."""
+    types = entries.layer_types(_TYPES) or [
+        "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(entries.num_layers)
+    ]
+    return [*types[:-1], "full_attention"]
+
+
+def _heads(entries: Entries, types: Sequence[str]) -> Mapping[str, _Heads]:
+    """Of both types of layers. Those of full attention stand in ``per_layer_config``, or, as checkpoints were
+    published, in entries of their own."""
+    _, kv_heads, head_dim = entries.heads()
+    own = {"head_dim": entries.get("global_head_dim")}
+    if entries.flag("attention_k_eq_v"):
+        own["num_key_value_heads"] = entries.get("num_global_key_value_heads")
+    listed = entries.get("per_layer_config")
+    if listed is not None:
+        own = _listed(entries, listed, [layer for layer, kind in enumerate(types) if kind == _TYPES[0]])
+    given = {name: value for name, value in own.items() if value is not None}
+    full = Entries(
+        given, {"head_dim": head_dim, "num_key_value_heads": kv_heads}, entries.source, "full_attention."
+    )
+    whole = _Heads(full.whole("num_key_value_heads", 1, MAX_HEADS), full.whole("head_dim", 1, MAX_HEAD_DIM))
+    heads = entries.whole("num_attention_heads", 1, MAX_HEADS)
+    if heads % whole.kv_heads:
+        raise full.refuse("num_key_value_heads", whole.kv_heads, f"must divide num_attention_heads {heads}")
+    return {"full_attention": whole, "sliding_attention": _Heads(kv_heads, head_dim)}
+
+
+def _listed(entries: Entries, listed: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """What ``per_layer_config`` says of the layers of full attention, which must all be alike, and no other
+    layer be named."""
+    rule = "must name the layers of full attention, with the same head_dim and num_key_value_heads for all"
+    if not isinstance(listed, Mapping) or {str(key) for key in listed} != {str(layer) for layer in layers}:
+        raise entries.refuse("per_layer_config", listed, rule)
+    first, *others = listed.values()
+    if not isinstance(first, Mapping) or any(other != first for other in others):
+        raise entries.refuse("per_layer_config", listed, rule)
+    if not set(first) <= {"head_dim", "num_key_value_heads"}:
+        raise entries.refuse("per_layer_config", listed, rule)
+    return dict(first)
+
+
+def _shared(entries: Entries, types: Sequence[str]) -> list[int | None]:
+    """Of each layer the one whose keys and values it reads: the last layers read those of the last layer of
+    their type before them."""
+    first = len(types) - entries.whole("num_kv_shared_layers", 0, len(types))
+    found: list[int | None] = [None] * first
+    for kind in types[first:]:
+        before = [layer for layer in range(first) if types[layer] == kind]
+        if not before:
+            count = entries.get("num_kv_shared_layers")
+            raise entries.refuse("num_kv_shared_layers", count, f"must leave a layer of {kind} to read from")
+        found.append(before[-1])
+    return found
+
+
+def _experts(entries: Entries, mlp: MlpSpec, eps: float) -> MoeSpec:
+    """Experts beside the MLP."""
+    named = Entries(
+        {**entries.entries, "num_experts_per_tok": entries.get("top_k_experts")}, {}, entries.source
+    )
+    num_experts, top_k = experts_of(named)
+    return MoeSpec(
+        num_experts=num_experts,
+        inner=entries.whole("moe_intermediate_size", 1, MAX_WIDTH),
+        routing=Routing(top_k=top_k, normalized=True),
+        activation=mlp.activation,
+        beside=mlp,
+        norm_eps=eps,
+    )
+
+
+def _per_layer(entries: Entries, eps: float) -> PerLayerSpec | None:
+    width = entries.whole("hidden_size_per_layer_input", 0, MAX_WIDTH)
+    if width == 0:
+        return None
+    vocab_size = entries.whole("vocab_size", 1, MAX_VOCAB_SIZE)
+    if (rows := entries.whole("vocab_size_per_layer_input", 1, MAX_VOCAB_SIZE)) != vocab_size:
+        raise entries.refuse("vocab_size_per_layer_input", rows, f"must be vocab_size, which is {vocab_size}")
+    text_id = entries.optional_whole("pad_token_id", 0, vocab_size - 1) or 0
+    activation = entries.activation("hidden_activation")
+    return PerLayerSpec(width=width, activation=activation, text_id=text_id, norm_eps=eps)
+
+
+def _describe(entries: Entries) -> Description:
+    ahead = entries.get("use_bidirectional_attention")
+    if ahead not in (None, "vision"):
+        rule = 'must be null or "vision": every token of a text sees only those before it'
+        raise entries.refuse("use_bidirectional_attention", ahead, rule)
+    types, eps = _types(entries), entries.norm_eps
+    heads, shared = _heads(entries, types), _shared(entries, types)
+    windows = entries.windows_by_type(types, entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
+    inner, wide = entries.whole("intermediate_size", 1, MAX_WIDTH), entries.flag("use_double_wide_mlp")
+    per_layer, bias = _per_layer(entries, eps), entries.flag("attention_bias")
+
+    def feed_forward(is_shared: bool) -> FeedForwardSpec:
+        mlp = MlpSpec(
+            inner=inner * (2 if wide and is_shared else 1), activation=entries.activation("hidden_activation")
+        )
+        return _experts(entries, mlp, eps) if entries.flag("enable_moe_block") else mlp
+
+    def layer(kind: str, window: int | None, source: int | None) -> LayerSpec:
+        is_full = kind == "full_attention"
+        return LayerSpec(
+            mixer=SelfAttentionSpec(
+                heads=entries.whole("num_attention_heads", 1, MAX_HEADS),
+                kv_heads=heads[kind].kv_heads,
+                head_dim=heads[kind].head_dim,
+                attend=AttentionSpec(window, 1.0, looks_ahead=ahead is not None and not is_full),
+                rotary=_TYPES.index(kind),
+                qk_norm="per head",
+                qk_norm_eps=eps,
+                qkv_bias=bias,
+                o_bias=bias,
+                value_norm=True,
+                keys_are_values=is_full and entries.flag("attention_k_eq_v"),
+                shares_cache_of=source,
+            ),
+            mlp=feed_forward(source is not None),
+            norms=NormSpec(place="both", eps=eps, after_eps=eps),
+            per_layer=per_layer,
+            output_scale=True,
+        )
+
+    given = entries.entries.get("rope_parameters") or _ROTARY
+    if not isinstance(given, Mapping) or not all(isinstance(given.get(kind), Mapping) for kind in set(types)):
+        raise entries.refuse("rope_parameters", given, "must hold one set of values for each type of layer")
+    rotary = tuple(
+        read_rotary_set(entries, given.get(kind) or _ROTARY[kind], None, heads[kind].head_dim)
+        for kind in _TYPES
+    )
+    return Description(
+        layers=tuple(map(layer, types, windows, shared)),
+        rotary=rotary,
+        norm_eps=eps,
+        embedding_scale=entries.whole("hidden_size", 1, MAX_WIDTH) ** 0.5,
+        logits_soft_cap=entries.optional_number("final_logit_softcapping"),
+        per_layer=per_layer,
+    )
+
+
+def _without_shared_keys(family: Family, config: DecoderConfig) -> Family:
+    """Checkpoints may hold weights of keys and values that no layer makes."""
+    unused = tuple(
+        f"{prefix}layers.{number}.self_attn.{part}"
+        for number, layer in enumerate(config.layers)
+        if layer.shares_cache_of is not None
+        for prefix in ("model.", "model.language_model.")
+        for part in ("k_proj.", "v_proj.", "k_norm.")
+    )
+    return replace(family, left_out=(*family.left_out, *unused))
+
+
+_GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    gguf_architecture=None,
+    defaults=defaults(
+        vocab_size=262144,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=None,
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=131072,
+        sliding_window=512,
+        tie_word_embeddings=True,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144,
+        attention_k_eq_v=False,
+        num_kv_shared_layers=0,
+        use_double_wide_mlp=False,
+        enable_moe_block=False,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+    ),
+    describe=_describe,
+    has_windows=True,
+    renamed={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+        "layer_scalar": "output_scale.weight",
+        "router": "mlp",
+        "proj": "gate",
+        "experts": "mlp.experts",
+    },
+    fit=_without_shared_keys,
+)
+_GEMMA4_IMAGES = replace(
+    _GEMMA4,
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    rewrite_config=text_part,
+    prefixes=TEXT_PREFIXES,
+    left_out=(*IMAGE_PARTS, "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
+FAMILIES = (_GEMMA4, _GEMMA4_IMAGES)

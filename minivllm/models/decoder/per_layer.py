@@ -1,0 +1,197 @@
+"""Embeddings of tokens for each layer (Gemma 3n, Gemma 4); see PerLayerSpec.
+
+The values for all layers are made once, in front of the first layer, and are a register of the program:
+"per_layer" [tokens, layers, width]. Every worker of a model has the projections whole, and its part of the
+table's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.activation import gated_product
+from kernels_triton_free.norm import rms_norm
+from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.factory import LinearFactory
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.models.mixers.mixer import LayerContext
+from minivllm.models.pieces import Add
+from minivllm.program.program import Code, Piece, Program
+from minivllm.program.seams import Sum
+from minivllm.specs.caches import TOKENS
+from minivllm.specs.layers import Activation, PerLayerSpec
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
+
+PER_LAYER = ("model.embed_tokens_per_layer.", "model.per_layer_")
+"""Beginnings of the names of a model's tensors for them, outside its layers."""
+
+
+@dataclass(frozen=True)
+class TextIds:
+    """Token ids, with one id in place of tokens of images."""
+
+    text_id: int
+
+    def __call__(self, token_ids: Tensor, is_image: Tensor) -> Tensor:
+        """int32 [tokens], bool [tokens] -> int32 [tokens]."""
+        return token_ids.masked_fill(is_image, self.text_id)
+
+
+@dataclass(frozen=True)
+class MakeValues:
+    """What the table has of each token, and the projection of the model's input, together."""
+
+    method: LinearMethod
+    scale: float
+    norm_eps: float
+
+    def __call__(
+        self, table_rows: Tensor, stream: Tensor, projection: LinearTensors, weight: Tensor
+    ) -> Tensor:
+        """table_rows [tokens, layers, width], stream [tokens, hidden], weight [width] of the norm
+        -> [tokens, layers, width]."""
+        made = (self.method.apply(stream, projection) * self.scale).view_as(table_rows)
+        return (rms_norm(made, weight, self.norm_eps) + table_rows) * 2**-0.5
+
+
+@dataclass(frozen=True)
+class Unflatten:
+    """[tokens, layers * width] -> [tokens, layers, width]."""
+
+    width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.width))
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """back(activation(gate(x)) * the layer's values)."""
+
+    gate: LinearMethod
+    back: LinearMethod
+    activation: Activation
+
+    def __call__(
+        self, stream: Tensor, values: Tensor, number: Tensor, gate: LinearTensors, back: LinearTensors
+    ) -> Tensor:
+        """stream [tokens, hidden], values [tokens, layers, width] -> [tokens, hidden]. number: int64 [1], of
+        the layer: a tensor, so that all layers share a region."""
+        own = values.index_select(1, number)[:, 0]
+        return self.back.apply(gated_product(self.gate.apply(stream, gate), own, self.activation), back)
+
+
+class PerLayerValues:
+    """The table of a model, the projection beside it, and what makes the values of both."""
+
+    def __init__(
+        self, spec: PerLayerSpec, num_layers: int, hidden_size: int, factory: LinearFactory, own: slice
+    ) -> None:
+        """own: this worker's rows of the table."""
+        self._spec = spec
+        self._num_layers = num_layers
+        self._own = own
+        self._code = partial(MakeValues, scale=hidden_size**-0.5, norm_eps=spec.norm_eps)
+        self._projection = _whole(factory, "per_layer_model_projection", hidden_size, num_layers * spec.width)
+        self._device, self._dtype = factory.device, factory.dtype
+        self._method: LinearMethod = PlainLinear()
+        self.tensors: LinearTensors = (torch.empty(0), torch.empty(0))
+        """The table and the weight of the norm."""
+
+    @property
+    def stored(self) -> Sequence[Any]:
+        """See DecoderLayer."""
+        return (self, self._projection)
+
+    @property
+    def methods(self) -> tuple[object, ...]:
+        return (self._projection.method,)
+
+    @property
+    def weights_per_token(self) -> int:
+        return self._projection.in_features * self._projection.out_features
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """See ``Stored``."""
+        self.tensors = tuple(map(change, self.tensors))
+
+    def load(self, name: str, tensor: StoredWeight) -> None:
+        """Take ``embed_tokens_per_layer.weight``, … by its name in the model."""
+        module, _, kind = name.partition(".")
+        if module == "per_layer_model_projection":
+            self._projection.load(module, kind, tensor)
+            return
+        values = tensor.restore(self._dtype) if isinstance(tensor, QuantizedWeight) else tensor
+        table, norm = self.tensors
+        if module == "embed_tokens_per_layer":
+            self.tensors = values[self._own].to(self._device), norm
+        else:
+            self.tensors = table, values.to(self._device)
+
+    def program(
+        self, embed: Callable[[LinearMethod, float], Code], stream: TensorSpec, sees: bool
+    ) -> Program:
+        """From "token_ids", "stream" and, if some tokens may be images, "is_image" to "per_layer".
+        embed: (method, scale) -> the code that looks up rows of the table."""
+        spec, dtype, device = self._spec, stream.dtype, stream.device
+        flat = TensorSpec((TOKENS, self._num_layers * spec.width), dtype, device)
+        values = TensorSpec((TOKENS, self._num_layers, spec.width), dtype, device)
+        ids = TensorSpec((TOKENS,), torch.int32, device)
+        make = self._code(self._projection.method)
+        return [
+            *([Piece(TextIds(spec.text_id), ("token_ids", "is_image"), {"text_ids": ids})] if sees else []),
+            Piece(
+                embed(self._method, spec.width**0.5),
+                ("text_ids" if sees else "token_ids",),
+                {"per_layer": flat},
+                lambda: (self.tensors[:1],),
+            ),
+            Sum("per_layer", flat),
+            Piece(Unflatten(spec.width), ("per_layer",), {"per_layer": values}),
+            Piece(
+                make,
+                ("per_layer", "stream"),
+                {"per_layer": values},
+                lambda: (self._projection.tensors, self.tensors[1]),
+            ),
+        ]
+
+
+class PerLayerReader:
+    """The part of a layer that reads its values."""
+
+    def __init__(self, spec: PerLayerSpec, hidden_size: int, factory: LinearFactory) -> None:
+        self._spec = spec
+        self._gate = _whole(factory, "per_layer_input_gate", hidden_size, spec.width)
+        self._back = _whole(factory, "per_layer_projection", spec.width, hidden_size)
+        self.linears = {"per_layer_input_gate": self._gate, "per_layer_projection": self._back}
+
+    def program(self, context: LayerContext, number: Tensor) -> list[Piece]:
+        """From "stream" and "x", which is added to it first, to "x", which is still to be normed and
+        added."""
+        stream = context.stream
+        code = ReadValues(self._gate.method, self._back.method, self._spec.activation)
+        return [
+            Piece(Add(), ("stream", "x"), {"stream": stream}),
+            Piece(
+                code,
+                ("stream", "per_layer"),
+                {"x": stream},
+                lambda: (number, self._gate.tensors, self._back.tensors),
+            ),
+        ]
+
+
+def _whole(factory: LinearFactory, name: str, inputs: int, outputs: int) -> Linear:
+    """A product that workers do not divide."""
+    return LinearFactory(factory.dtype, factory.device, factory.choose).make(
+        {name: outputs}, inputs, False, "column"
+    )
