@@ -656,9 +656,11 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dty
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 parameter.copy_(2.0 * noise - 3.0)  # some heads forget soon, most do not
-            elif name.endswith("norm.weight"):
+            elif name.endswith(("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale")):
                 is_less_one = model_class.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name
                 parameter.copy_((0.0 if is_less_one else 1.0) + 0.2 * noise)
+                if model_class.startswith("Gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.mul_(0.5)  # its scores have no other scale
             elif name.endswith((".bias", "_bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
@@ -668,5 +670,7 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dty
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(directory, safe_serialization=True)
     return save_word_tokenizer(directory)

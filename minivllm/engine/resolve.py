@@ -291,6 +291,11 @@ def check_stages(
             "stage needs "
             f"one: use {facts.num_layers} or less."
         )
+    if isinstance(facts, DecoderConfig) and facts.reads_across_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but layers of {args.model} read keys, values or embeddings "
+            "that the first stage has: use tensor_parallel_size."
+        )
     needed = {
         "early_exit": "the first layers and the head",
         "eagle3": "hidden states of layers all over the model",

@@ -65,6 +65,11 @@ class DecoderConfig:
         return tuple(layer.mixer.attends for layer in self.layers if layer.shares_cache_of is None)
 
     @property
+    def reads_across_layers(self) -> bool:
+        """Whether layers read more than the residual stream and their own cache."""
+        return self.per_layer is not None or any(layer.shares_cache_of is not None for layer in self.layers)
+
+    @property
     def caches(self) -> tuple[int, ...]:
         """Of each layer the number of its cache. Layers that share one have the same."""
         numbers = list[int]()

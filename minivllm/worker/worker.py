@@ -38,7 +38,7 @@ from minivllm.messages import (
     TokenMasks,
 )
 from minivllm.models.decoder import Decoder
-from minivllm.models.model import Model
+from minivllm.models.model import Model, StagedModel
 from minivllm.multimodal.eyes.encoded_images import EncodedImages
 from minivllm.multimodal.eyes.eye import Eye, load_eye
 from minivllm.profiling.device_profile import DeviceProfile
@@ -155,7 +155,11 @@ class Worker:
             sharing = 1 if has_own else self.config.tensor_parallel_size * self.config.data_parallel_size
             if self._images is not None and self.config.images is not None:
                 free = max(0, free - sharing * self.config.images.encoder_cache_bytes)
-            own, all_layers = len(self._model.cache_specs), self.facts.num_layers
+            model = self._model
+            everywhere = (
+                model.all_attention_specs if isinstance(model, StagedModel) else model.attention_specs
+            )
+            own, all_layers = len(model.cache_specs), len(everywhere)
             own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
             return free if has_own else free * own // (sharing * all_layers)
 

@@ -70,6 +70,11 @@ NORMS_BEHIND = {
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
 STORED_NAMES = {
+    "gemma4": {
+        **NORMS_BEHIND,
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "output_scale": "layer_scalar",
+    },
     "gemma": {**NORMS_BEHIND, "post_attention_layernorm": "pre_feedforward_layernorm"},
     "olmo": NORMS_BEHIND,
     "glm4-moe": {"shared_expert": "shared_experts"},
@@ -92,6 +97,11 @@ FUSED = {
     "glm4-moe": {},
     "glm4": {"gate_up_proj": ["gate_proj", "up_proj"]},
 }
+
+
+def _outside_mlp(found: re.Match[str]) -> str:
+    part = found[1]
+    return part if part == "experts" else "router.proj." if part == "gate." else f"router.{part}"
 
 
 def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
@@ -130,6 +140,15 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
             stored[name] = stored[name].transpose(1, 2).contiguous()
     for name in [name for name in stored if name.endswith(".conv.conv.weight")]:  # one filter per channel
         stored[name] = stored[name][:, None]
+    if family.startswith("gemma4"):  # its router and experts lie outside the MLP
+        stored = {
+            re.sub(r"mlp\.(experts|scale|per_expert_scale|gate\.)", _outside_mlp, name): value
+            for name, value in stored.items()
+        }
+        return {
+            name.removesuffix(".weight") if "layer_scalar" in name else name: value
+            for name, value in stored.items()
+        }
     if family.startswith("gemma"):  # which multiplies by 1 + w
         stored = {
             name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()

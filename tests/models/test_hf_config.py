@@ -114,13 +114,20 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
     mixer, mlp = ours.layers[0].mixer, ours.layers[0].mlp
     assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
     assert mixer.heads == theirs.num_attention_heads
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    each = getattr(theirs, "per_layer_config", None) or [theirs] * ours.num_layers
+    head_dims = [
+        getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        for own in (each[index] for index in range(ours.num_layers))
+    ]
+    head_dim = head_dims[0]
     if isinstance(mixer, LatentSpec):
         assert (mixer.query_rank, mixer.kv_rank) == (theirs.q_lora_rank, theirs.kv_lora_rank)
         assert (mixer.nope_dim, mixer.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
         assert (mixer.value_dim, mixer.rope_dim) == (theirs.v_head_dim, head_dim)
     else:
-        assert (mixer.kv_heads, mixer.head_dim) == (theirs.num_key_value_heads, head_dim)
+        for index, layer in enumerate(ours.layers):
+            own, heads = layer.mixer, getattr(each[index], "num_key_value_heads", None)
+            assert (own.kv_heads, own.head_dim) == (heads, head_dims[index])
     has_own_size = isinstance(mlp, MoeSpec) and hasattr(theirs, "moe_intermediate_size")
     assert mlp.inner == (theirs.moe_intermediate_size if has_own_size else theirs.intermediate_size)
     assert ours.num_layers == theirs.num_hidden_layers
@@ -151,7 +158,8 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
         if layer.mixer.rotary is not None:
             table = ours.rotary[layer.mixer.rotary]
             assert (table.type, table.theta) == (own["rope_type"], own["rope_theta"])
-            assert table.dim == int(head_dim * own.get("partial_rotary_factor", 1.0))
+            turned = int(head_dims[index] * own.get("partial_rotary_factor", 1.0))
+            assert (table.turned or table.dim) == turned
     if theirs.model_type == "smollm3":
         assert rotary(ours) == tuple(bool(flag) for flag in theirs.no_rope_layers)
     else:

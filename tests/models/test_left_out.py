@@ -30,10 +30,11 @@ Changed = tuple[str, DecoderConfig, dict[str, Tensor]]
 
 
 def without_weights(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
-    """Each norm replaced by its mean, each bias by zeros; and all norms of one name left out."""
+    """Each norm replaced by its mean, each bias by zeros, each factor of all by 1; and all norms of one name left out."""
     for name, tensor in weights.items():
-        if tensor.dim() == 1 and not name.startswith("model.layers.1."):  # the first layer and others
-            mean = 0.0 if name.endswith("bias") else float(tensor.mean())
+        is_last = name == f"model.layers.{config.num_layers - 1}.output_scale.weight"  # which a norm follows
+        if tensor.dim() == 1 and not is_last and not name.startswith("model.layers.1."):
+            mean = 0.0 if name.endswith("bias") else float(tensor.mean()) if len(tensor) > 1 else 1.0
             yield name, config, {**weights, name: torch.full_like(tensor, mean)}
     for norm in sorted({name.split(".")[-2] for name in weights if "layernorm" in name}):
         yield (
@@ -98,15 +99,32 @@ def without_attention_facts(config: DecoderConfig, weights: dict[str, Tensor]) -
     if specs[0].scale != mixer.head_dim**-0.5:
         yield "scale", attending(lambda spec: {"scale": mixer.head_dim**-0.5}), weights
     yield "rotary", changed(lambda mixer: {"rotary": None}), weights
-    if len(set(config.rotary)) > 1:
+    if len(set(config.rotary)) > 1 and len({table.dim for table in config.rotary}) == 1:
         yield "second table", changed(lambda mixer: {"rotary": 0}), weights
     if mixer.qk_norm is not None:
         yield "norms of q and k", changed(lambda mixer: {"qk_norm": None}), weights
+    if mixer.value_norm:
+        yield "norm of v", changed(lambda mixer: {"value_norm": False}), weights
+    for number, table in enumerate(config.rotary):
+        if table.turned:
+            whole = replace(table, turned=table.dim)
+            tables = tuple(whole if index == number else other for index, other in enumerate(config.rotary))
+            yield "elements that stay", replace(config, rotary=tables), weights
+    if any(layer.shares_cache_of for layer in config.layers):
+        yield "whose keys", changed(other_source), weights
+    if config.per_layer is not None:
+        layers = tuple(replace(layer, per_layer=None) for layer in config.layers)
+        yield "embeddings for layers", replace(config, layers=layers), weights
     if mixer.query_scaling is not None:
         yield "query scaling", changed(lambda mixer: {"query_scaling": None}), weights
         interval = mixer.query_scaling.interval
         longer = replace(mixer.query_scaling, interval=interval + 1)
         yield "interval", changed(lambda mixer: {"query_scaling": longer}), weights
+
+
+def other_source(mixer: SelfAttentionSpec) -> dict[str, Any]:
+    """Keys and values of another layer of the same type."""
+    return {"shares_cache_of": {3: 2}.get(mixer.shares_cache_of or 0, mixer.shares_cache_of)}
 
 
 def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
@@ -129,7 +147,8 @@ def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterat
         return
     spec, routing = specs[0], specs[0].routing
     yield "an expert of a token", routed(top_k=routing.top_k - 1), weights
-    yield "normalised", routed(normalized=not routing.normalized), weights
+    if spec.beside is None:  # a norm follows
+        yield "normalised", routed(normalized=not routing.normalized), weights
     yield "scores", routed(scores="softmax" if routing.scores == "sigmoid" else "sigmoid"), weights
     if routing.scale != 1.0:
         yield "scale of routing", routed(scale=1.0), weights

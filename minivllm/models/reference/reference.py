@@ -107,10 +107,10 @@ def reference_layer(
         out = mixture(h, layer.mlp, weights)
     else:
         out = mlp(h, layer.mlp.beside, "mlp", weights)
-        before, after_mlp, after = (weights[f"{name}.weight"] for name in NORMS_BESIDE_EXPERTS)
+        before, after_mlp, after = NORMS_BESIDE_EXPERTS
         eps = layer.mlp.norm_eps
-        experts = mixture(norm(x, before, eps), layer.mlp, weights, reads=norm(x, 1.0, eps))
-        out = norm(out, after_mlp, eps) + norm(experts, after, eps)
+        experts = mixture(normed(x, before, eps), layer.mlp, weights, reads=norm(x, 1.0, eps))
+        out = normed(out, after_mlp, eps) + normed(experts, after, eps)
     x = x + normed(out, "post_mlp_layernorm", norms.after_eps)
 
     if layer.per_layer is not None and values is not None:
