@@ -118,6 +118,15 @@ def test_so_are_those_of_engines_with_several_workers_steps_in_flight_or_compile
         assert llm.llm_engine.client.call("num_recompilations") == 0
 
 
+def test_experts_beside_an_mlp_are_shared_as_well(tiny_model: Callable[..., Path]) -> None:
+    settings = small_engine(tiny_model("gemma4-experts"), num_gpu_blocks_override=30, max_num_seqs=3)
+    with LLM(**settings) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    with LLM(**settings, **SHARED) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(

@@ -32,7 +32,15 @@ TinyModel = Callable[..., Path]
 BUDGETS = (1, 7, 64)
 # Biases, full and windowed layers: every kind of attention graph at once. Norms around both sublayers, caps
 # and two rotary tables; experts with a shared one; sinks and biased experts; latents.
-COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v2-groups")
+COMPILED_FAMILIES = (
+    "qwen2-window",
+    "gemma2",
+    "gemma3",
+    "qwen2-moe",
+    "gpt-oss",
+    "deepseek-v2-groups",
+    "gemma4-small",
+)
 # One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers; experts.
 DISTINCT_FAMILIES = (
     *(
@@ -47,7 +55,7 @@ DISTINCT_FAMILIES = (
         "granite",
         "ministral3",
     ),
-    *("qwen2-moe", "gpt-oss", "glm4-moe-groups", "deepseek-v3"),
+    *("qwen2-moe", "gpt-oss", "glm4-moe-groups", "deepseek-v3", "gemma4-small", "gemma4-experts"),
 )
 RELATIVE = 1e-4
 

@@ -92,6 +92,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granite-hybrid-biases",
         {**MAMBA, "mamba_n_heads": 12, "mamba_n_groups": 3, "num_key_value_heads": 3},
     ),
+    "heads of two sizes, keys of other layers, embeddings for layers": (
+        "gemma4-small",
+        {"num_key_value_heads": 3, "num_attention_heads": 6},
+    ),
+    "experts beside an MLP": (
+        "gemma4-experts",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "num_global_key_value_heads": 3,
+            "moe_intermediate_size": 80,
+        },
+    ),
     "latents": ("deepseek-v2-groups", {**LATENTS, "n_group": 4}),
     "latents, corrected scores": ("deepseek-v3-halves", LATENTS),
 }
@@ -330,6 +343,10 @@ DEALT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe, groups": (
         "glm4-moe-groups",
         {**EXPERTS, "moe_intermediate_size": 24, "n_shared_experts": 4, "first_k_dense_replace": 0},
+    ),
+    "gemma4, beside an MLP": (
+        "gemma4-experts",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "num_global_key_value_heads": 3},
     ),
 }
 
