@@ -106,6 +106,8 @@ def build_decoder_config(
         logits_scale=described.logits_scale,
         logits_soft_cap=described.logits_soft_cap,
         per_layer=described.per_layer,
+        placeholder_ids=described.placeholder_ids,
+        placeholder_text_id=described.placeholder_text_id,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=read_dtype(entries, source),
         quantization=read_quantization(entries.get("quantization_config"), source),

@@ -38,6 +38,8 @@ class Description:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     per_layer: PerLayerSpec | None = None
+    placeholder_ids: tuple[int, ...] = ()
+    placeholder_text_id: int = 0
 
     def attending(self, *, scale: float, soft_cap: float | None = None) -> Description:
         """The same with another scale of all scores, and with a cap."""

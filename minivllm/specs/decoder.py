@@ -19,7 +19,8 @@ class DecoderConfig:
     that shares their weights). logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap
     * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
     quantization: how its linear layers are stored, if not in that type. per_layer: the embeddings that all
-    layers read beside the residual stream; None: there are none.
+    layers read beside the residual stream; None: there are none. placeholder_ids: tokens that stand for an
+    image, and are embedded as placeholder_text_id also where a model writes them itself (Gemma 4).
     """
 
     architecture: str
@@ -33,6 +34,8 @@ class DecoderConfig:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     per_layer: PerLayerSpec | None = None
+    placeholder_ids: tuple[int, ...] = ()
+    placeholder_text_id: int = 0
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     quantization: StoredQuantization | None = None

@@ -399,12 +399,11 @@ class PerLayerSpec:
 
     A table gives ``width`` values of every token for each layer. A projection of the model's input, normed,
     is added to them. After its MLP a layer adds norm(back(activation(gate(x)) * values)) to the residual
-    stream x. text_id: stands for tokens of images in the table. norm_eps: of both norms.
+    stream x. norm_eps: of both norms.
     """
 
     width: int
     activation: Activation
-    text_id: int = 0
     norm_eps: float = 1e-6
 
 

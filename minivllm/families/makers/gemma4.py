@@ -133,9 +133,16 @@ def _per_layer(entries: Entries, eps: float) -> PerLayerSpec | None:
     vocab_size = entries.whole("vocab_size", 1, MAX_VOCAB_SIZE)
     if (rows := entries.whole("vocab_size_per_layer_input", 1, MAX_VOCAB_SIZE)) != vocab_size:
         raise entries.refuse("vocab_size_per_layer_input", rows, f"must be vocab_size, which is {vocab_size}")
-    text_id = entries.optional_whole("pad_token_id", 0, vocab_size - 1) or 0
-    activation = entries.activation("hidden_activation")
-    return PerLayerSpec(width=width, activation=activation, text_id=text_id, norm_eps=eps)
+    return PerLayerSpec(width=width, activation=entries.activation("hidden_activation"), norm_eps=eps)
+
+
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def _text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model, and the tokens that stand for what it does not read as text."""
+    ids = {name: entries[name] for name in _PLACEHOLDERS if entries.get(name) is not None}
+    return {**text_part(entries), **ids}
 
 
 def _describe(entries: Entries) -> Description:
@@ -148,6 +155,7 @@ def _describe(entries: Entries) -> Description:
     windows = entries.windows_by_type(types, entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
     inner, wide = entries.whole("intermediate_size", 1, MAX_WIDTH), entries.flag("use_double_wide_mlp")
     per_layer, bias = _per_layer(entries, eps), entries.flag("attention_bias")
+    vocab_size = entries.whole("vocab_size", 1, MAX_VOCAB_SIZE)
 
     def feed_forward(is_shared: bool) -> FeedForwardSpec:
         mlp = MlpSpec(
@@ -192,6 +200,10 @@ def _describe(entries: Entries) -> Description:
         embedding_scale=entries.whole("hidden_size", 1, MAX_WIDTH) ** 0.5,
         logits_soft_cap=entries.optional_number("final_logit_softcapping"),
         per_layer=per_layer,
+        placeholder_ids=tuple(
+            entries.whole(name, 0, vocab_size - 1) for name in _PLACEHOLDERS if entries.get(name) is not None
+        ),
+        placeholder_text_id=entries.optional_whole("pad_token_id", 0, vocab_size - 1) or 0,
     )
 
 
@@ -252,7 +264,7 @@ _GEMMA4_IMAGES = replace(
     _GEMMA4,
     architecture="Gemma4ForConditionalGeneration",
     model_type="gemma4",
-    rewrite_config=text_part,
+    rewrite_config=_text_part,
     prefixes=TEXT_PREFIXES,
     left_out=(*IMAGE_PARTS, "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )

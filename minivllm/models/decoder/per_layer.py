@@ -24,7 +24,7 @@ from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.pieces import Add
-from minivllm.program.program import Code, Piece, Program
+from minivllm.program.program import Code, Name, Piece, Program
 from minivllm.program.seams import Sum
 from minivllm.specs.caches import TOKENS
 from minivllm.specs.layers import Activation, PerLayerSpec
@@ -32,17 +32,6 @@ from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 PER_LAYER = ("model.embed_tokens_per_layer.", "model.per_layer_")
 """Beginnings of the names of a model's tensors for them, outside its layers."""
-
-
-@dataclass(frozen=True)
-class TextIds:
-    """Token ids, with one id in place of tokens of images."""
-
-    text_id: int
-
-    def __call__(self, token_ids: Tensor, is_image: Tensor) -> Tensor:
-        """int32 [tokens], bool [tokens] -> int32 [tokens]."""
-        return token_ids.masked_fill(is_image, self.text_id)
 
 
 @dataclass(frozen=True)
@@ -137,20 +126,18 @@ class PerLayerValues:
             self.tensors = table, values.to(self._device)
 
     def program(
-        self, embed: Callable[[LinearMethod, float], Code], stream: TensorSpec, sees: bool
+        self, embed: Callable[[LinearMethod, float], Code], token_ids: Name, stream: TensorSpec
     ) -> Program:
-        """From "token_ids", "stream" and, if some tokens may be images, "is_image" to "per_layer".
-        embed: (method, scale) -> the code that looks up rows of the table."""
+        """From the register ``token_ids`` and "stream" to "per_layer". embed: (method, scale) -> the code
+        that looks up rows of the table."""
         spec, dtype, device = self._spec, stream.dtype, stream.device
         flat = TensorSpec((TOKENS, self._num_layers * spec.width), dtype, device)
         values = TensorSpec((TOKENS, self._num_layers, spec.width), dtype, device)
-        ids = TensorSpec((TOKENS,), torch.int32, device)
         make = self._code(self._projection.method)
         return [
-            *([Piece(TextIds(spec.text_id), ("token_ids", "is_image"), {"text_ids": ids})] if sees else []),
             Piece(
                 embed(self._method, spec.width**0.5),
-                ("text_ids" if sees else "token_ids",),
+                (token_ids,),
                 {"per_layer": flat},
                 lambda: (self.tensors[:1],),
             ),

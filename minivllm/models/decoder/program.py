@@ -32,7 +32,7 @@ from minivllm.models.norms import AddNorm, make_norm
 from minivllm.models.pieces import Add
 from minivllm.program.program import Name, Piece, Program, Seam
 from minivllm.program.seams import Gather, Pick, Receive, Send, Sum
-from minivllm.specs.caches import ROWS
+from minivllm.specs.caches import ROWS, TOKENS
 
 if TYPE_CHECKING:
     from minivllm.models.decoder.decoder import Decoder
@@ -58,6 +58,20 @@ class Embed:
         x = self.method.rows(rows.clamp(0, stop - start - 1), embedding)
         x = x if self.scale == 1.0 else x * self.scale
         return torch.where(is_here[:, None], x, 0.0)
+
+
+@dataclass(frozen=True)
+class TextIds:
+    """Token ids with another one in place of those that stand for no text."""
+
+    placeholders: tuple[int, ...]
+    text_id: int
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int32 [tokens] -> int32 [tokens]."""
+        for placeholder in self.placeholders:
+            token_ids = token_ids.masked_fill(token_ids == placeholder, self.text_id)
+        return token_ids
 
 
 @dataclass(frozen=True)
@@ -104,9 +118,14 @@ def decoder_program(
         here = None
         if decoder.shard.size > 1:
             here = decoder.vocabulary.start, decoder.vocabulary.stop
-        embed = Embed(decoder.embedding_method, config.embedding_scale, here)
+        embed, token_ids = Embed(decoder.embedding_method, config.embedding_scale, here), "token_ids"
+        if config.placeholder_ids:
+            ids = TensorSpec((TOKENS,), torch.int32, decoder.device)
+            code = TextIds(config.placeholder_ids, config.placeholder_text_id)
+            items.append(Piece(code, (token_ids,), {"text_ids": ids}))
+            token_ids = "text_ids"
         items += [
-            Piece(embed, ("token_ids",), {"stream": stream}, lambda: (decoder.embedding,)),
+            Piece(embed, (token_ids,), {"stream": stream}, lambda: (decoder.embedding,)),
             Sum("stream", stream),
             *(
                 [Piece(Overlay(), ("stream", "features", "is_image"), {"stream": stream})]
@@ -116,7 +135,7 @@ def decoder_program(
         ]
         if decoder.per_layer is not None:
             items += decoder.per_layer.program(
-                lambda method, scale: Embed(method, scale, here), stream, images is not None
+                lambda method, scale: Embed(method, scale, here), token_ids, stream
             )
     else:
         items.append(Receive(stream))

@@ -46,6 +46,9 @@ def reference_forward(
     weights: by their names in the decoder, as ``iterate_weights`` gives them. max_model_len: what rotary
     embedding is scaled for, where that depends on it; the text's own length if it is None.
     """
+    if config.placeholder_ids:
+        other = config.placeholder_text_id
+        token_ids = [other if token in config.placeholder_ids else token for token in token_ids]
     x = weights["model.embed_tokens.weight"][list(token_ids)] * config.embedding_scale
     rotations: list[Rotation] = []
     for rotary in config.rotary:
