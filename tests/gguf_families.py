@@ -426,3 +426,71 @@ def _of_qwen(
         yield f"blk.{layer}.ffn_gate_up_exps.weight", whole
     elif not (other_layout and ".experts.up_proj" in name):
         yield name.replace("dt_bias", "dt_proj.bias"), data
+
+
+def write_gemma4_gguf(
+    source: Path, target: Path, matrix_type: str = "F32", unused_keys: bool = False
+) -> None:
+    """Convert a Gemma 4 as published converters do. unused_keys: layers that read keys and values of others
+    have weights for their own all the same."""
+    config = json.loads((source / "config.json").read_text())
+    described = read_decoder_config(source)
+    is_windowed = [layer.attention.attend.window is not None for layer in described.layers]
+    full = described.layers[is_windowed.index(False)].attention
+    writer: Any = gguf.GGUFWriter(target, "gemma4")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    mlps = [getattr(layer.mlp, "beside", None) or layer.mlp for layer in described.layers]
+    inner = [mlp.inner for mlp in mlps]
+    writer.add_feed_forward_length(inner if config["use_double_wide_mlp"] else inner[0])
+    kv_heads = [layer.attention.kv_heads for layer in described.layers]
+    writer.add_head_count_kv(kv_heads if config["attention_k_eq_v"] else kv_heads[0])
+    writer.add_key_length(full.head_dim)
+    writer.add_key_length_swa(config["head_dim"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(full.head_dim)
+    turned = int(full.head_dim * rope["full_attention"]["partial_rotary_factor"]) // 2
+    writer.add_tensor(
+        "rope_freqs.weight", np.array([1.0] * turned + [1e30] * (full.head_dim // 2 - turned), np.float32)
+    )
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(is_windowed)
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, config["num_hidden_layers"])
+    number = gguf.GGMLQuantizationType[matrix_type]
+    tensors = load_file(source / "model.safetensors")
+    for index, layer in enumerate(described.layers):
+        if unused_keys and layer.shares_cache_of is not None:
+            for part in ("k_proj", "v_proj"):
+                read = tensors[f"model.layers.{layer.shares_cache_of}.self_attn.{part}.weight"]
+                tensors[f"model.layers.{index}.self_attn.{part}.weight"] = read
+    for name, data in tensors.items():
+        scale = {".router.scale": "ffn_gate_inp", ".router.per_expert_scale": "ffn_down_exps"}
+        end = next((end for end in scale if name.endswith(end)), None)
+        if end is not None:
+            stored: str | None = f"blk.{name.split('.')[2]}.{scale[end]}.scale"
+        else:
+            name = name if name.endswith(".weight") else f"{name}.weight"
+            stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None, name
+        if data.ndim > 1 and data.shape[-1] % 32 == 0 and "ffn_gate_inp" not in stored:
+            writer.add_tensor(stored, gguf.quants.quantize(data, number), raw_dtype=number)
+        else:
+            writer.add_tensor(stored, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

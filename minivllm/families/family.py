@@ -122,6 +122,8 @@ class Family:
     gguf_renamed: module, or block, as its name in GGUF files is understood elsewhere -> its name in the
     decoder. gguf_tiles_values: in GGUF files the values of a gated delta net do not lie key by key: the first
     value of every key comes first, then the second of every key.
+    gguf_by_layer: entries of config.json whose metadata may be a list with a number for each layer, which
+    ``from_gguf`` reads then.
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of
     config.json. transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn
     (gpt-oss). may_transpose_experts: they lie [in, out] or [out, in], as their shape says, gates above.
@@ -153,6 +155,7 @@ class Family:
     head_names: Mapping[str, str] = field(default_factory=dict)
     gguf_renamed: Mapping[str, str] = field(default_factory=dict)
     gguf_tiles_values: bool = False
+    gguf_by_layer: frozenset[str] = frozenset()
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
     may_transpose_experts: bool = False

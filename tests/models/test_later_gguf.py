@@ -16,7 +16,7 @@ from minivllm.errors import ModelError
 from minivllm.families.makers.registry import FAMILIES
 from minivllm.models.reference import reference_forward
 from minivllm.weights.stored_weight import GroupedWeight
-from tests.gguf_families import write_later_gguf
+from tests.gguf_families import write_gemma4_gguf, write_later_gguf
 from tests.model_families import MLA_YARN
 from tests.models.test_family_gguf import weights_of
 from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits
@@ -231,3 +231,28 @@ def test_a_mistral_small_is_a_ministral_whose_queries_do_not_grow(
     write_later_gguf(tiny_model("ministral3"), path, changes=plain)
     config = read_decoder_config(path)
     assert config.layers[0].attention.query_scaling is None and config.rotary[0].type == "default"
+
+
+@pytest.mark.parametrize("unused_keys", [False, True])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-small", "gemma4-experts"])
+@torch.inference_mode()
+def test_a_gguf_file_of_gemma_4_gives_its_weights_and_its_logits(
+    tiny_model: TinyModel, tmp_path: Path, family: str, unused_keys: bool
+) -> None:
+    source, path = tiny_model(family), tmp_path / "model.gguf"
+    write_gemma4_gguf(source, path, unused_keys=unused_keys)
+    config, weights, expected = read_decoder_config(path), weights_of(path), weights_of(source)
+    assert set(weights) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0)
+    (prompt,) = random_prompts((70,))
+    logits, theirs = reference_forward(config, weights, prompt), reference_logits(source, prompt)
+    assert (logits - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", ["gemma4-small", "gemma4-experts"])
+@torch.inference_mode()
+def test_the_engine_runs_a_gguf_file_of_gemma_4(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
+    source = tiny_model(family)
+    write_gemma4_gguf(source, tmp_path / "model.gguf")
+    check_gguf_in_engine(tmp_path / "model.gguf", source, *random_prompts((20,)), max_tokens=4)

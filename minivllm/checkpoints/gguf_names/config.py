@@ -49,6 +49,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in file.tensors,
             "attention_bias": "attn_q.bias" in held,
+            "attention_k_eq_v": bool(_layers_with(file, "attn_k") - _layers_with(file, "attn_v")),
             "mlp_bias": "ffn_up.bias" in held,
             "use_qk_norm": "attn_q_norm.weight" in held,
             "mamba_proj_bias": "ssm_in.bias" in held,
@@ -56,6 +57,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "dtype": _dtype(file),
         }
         for entry, key in {**_REQUIRED, **_OPTIONAL}.items():
+            if entry in family.gguf_by_layer and isinstance(metadata.get(f"{name}.{key}"), list):
+                continue
             value = _number(_where_any(metadata.get(f"{name}.{key}")), f"{path}: {name}.{key}")
             if value is not None:
                 entries[entry] = value
@@ -103,6 +106,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         entries["eos_token_id"] = end_of_generation(metadata)
         return entries
+
+
+def _layers_with(file: GGUFFile, module: str) -> set[str]:
+    """Numbers of the layers that have a matrix of this name."""
+    return {name.split(".")[1] for name in file.tensors if name.endswith(f".{module}.weight")}
 
 
 def _where_any(value: Any) -> Any:
@@ -185,8 +193,13 @@ def _longrope_parameters(file: GGUFFile, name: str) -> dict[str, Any]:
     return found
 
 
+STANDS_STILL = 1e20
+"""What a frequency is divided by if its elements are not to turn (Gemma 4)."""
+
+
 def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[str, Any]:
-    """Find the llama3 rotary parameters of GGUF's ``rope_freqs.weight``, which stores only their effect.
+    """Find the rotary parameters of GGUF's ``rope_freqs.weight``, which stores only their effect: those of
+    llama3, or proportional ones, where the last frequencies stand still.
 
     factors: what each rotary frequency is divided by, ``[head_dim / 2]``. The published models use low and
     high frequency factors 1 and 4 over an original context that is a power of two; that choice is rebuilt and
@@ -195,6 +208,9 @@ def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[s
     """
     if all(factor == 1.0 for factor in factors):
         return {}
+    turned = sum(factor == 1.0 for factor in factors)
+    if all(factor == 1.0 for factor in factors[:turned]) and min(factors[turned:]) >= STANDS_STILL:
+        return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
     largest = max(factors, default=0.0)
     dim = 2 * len(factors)
     if math.isfinite(largest) and largest > 1:

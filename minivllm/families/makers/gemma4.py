@@ -19,7 +19,7 @@ from minivllm.families.entries import (
     MAX_WIDTH,
     Entries,
 )
-from minivllm.families.experts import experts_of
+from minivllm.families.experts import experts_from_gguf, experts_of
 from minivllm.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.families.rotary import read_rotary_set
 from minivllm.specs.attention import AttentionSpec
@@ -44,6 +44,9 @@ _ROTARY: Mapping[str, Mapping[str, Any]] = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+
+
+_KEYS_IN_GGUF = ("attn_k", "attn_v", "attn_k_norm")
 
 
 class _Heads(NamedTuple):
@@ -207,14 +210,50 @@ def _describe(entries: Entries) -> Description:
     )
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that differ between layers are lists. What turns a part of the elements is for layers of full
+    attention; layers with a window rotate whole heads."""
+    pattern = metadata.get("attention.sliding_window_pattern")
+    flags = pattern if isinstance(pattern, list) else []
+    types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in flags]
+    found: dict[str, Any] = {
+        "layer_types": types or None,
+        "global_head_dim": entries.get("head_dim"),
+        "head_dim": metadata.get("attention.key_length_swa", entries.get("head_dim")),
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": entries["vocab_size"],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "enable_moe_block": bool(metadata.get("expert_count")),
+        "rope_parameters": {
+            "full_attention": entries["rope_parameters"],
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.get("rope.freq_base_swa", 10000.0),
+            },
+        },
+        "partial_rotary_factor": None,
+        **experts_from_gguf(metadata),
+    }
+    found["top_k_experts"] = found.get("num_experts_per_tok")
+    kv_heads, inner = metadata.get("attention.head_count_kv"), metadata.get("feed_forward_length")
+    if isinstance(kv_heads, list):
+        of_type = dict(zip(types, kv_heads))
+        found["num_key_value_heads"] = of_type.get("sliding_attention", kv_heads[-1])
+        found["num_global_key_value_heads"] = of_type.get("full_attention")
+    if isinstance(inner, list):
+        found["intermediate_size"], found["use_double_wide_mlp"] = inner[0], inner[0] != inner[-1]
+    return found
+
+
 def _without_shared_keys(family: Family, config: DecoderConfig) -> Family:
     """Checkpoints may hold weights of keys and values that no layer makes."""
     unused = tuple(
-        f"{prefix}layers.{number}.self_attn.{part}"
+        f"{prefix}layers.{number}.{part}."
         for number, layer in enumerate(config.layers)
         if layer.shares_cache_of is not None
         for prefix in ("model.", "model.language_model.")
-        for part in ("k_proj.", "v_proj.", "k_norm.")
+        for part in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", *_KEYS_IN_GGUF)
     )
     return replace(family, left_out=(*family.left_out, *unused))
 
@@ -222,7 +261,7 @@ def _without_shared_keys(family: Family, config: DecoderConfig) -> Family:
 _GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    gguf_architecture=None,
+    gguf_architecture="gemma4",
     defaults=defaults(
         vocab_size=262144,
         hidden_size=2304,
@@ -258,12 +297,15 @@ _GEMMA4 = Family(
         "proj": "gate",
         "experts": "mlp.experts",
     },
+    gguf_by_layer=frozenset({"num_key_value_heads", "intermediate_size"}),
+    from_gguf=_from_gguf,
     fit=_without_shared_keys,
 )
 _GEMMA4_IMAGES = replace(
     _GEMMA4,
     architecture="Gemma4ForConditionalGeneration",
     model_type="gemma4",
+    gguf_architecture=None,  # its text part is published as "gemma4"
     rewrite_config=_text_part,
     prefixes=TEXT_PREFIXES,
     left_out=(*IMAGE_PARTS, "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
