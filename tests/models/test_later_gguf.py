@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from minivllm import SamplingParams
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.gguf_names.layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_decoder_config
@@ -19,7 +20,7 @@ from minivllm.weights.stored_weight import GroupedWeight
 from tests.gguf_families import write_gemma4_gguf, write_later_gguf
 from tests.model_families import MLA_YARN
 from tests.models.test_family_gguf import weights_of
-from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits
+from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]
 EVEN = {"rope_parameters": {**MLA_YARN["rope_parameters"], "mscale": 1.3, "beta_fast": 20}}
@@ -256,3 +257,24 @@ def test_the_engine_runs_a_gguf_file_of_gemma_4(tiny_model: TinyModel, tmp_path:
     source = tiny_model(family)
     write_gemma4_gguf(source, tmp_path / "model.gguf")
     check_gguf_in_engine(tmp_path / "model.gguf", source, *random_prompts((20,)), max_tokens=4)
+
+
+@pytest.mark.parametrize(("matrix_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_the_table_of_embeddings_for_layers_keeps_its_blocks(
+    tiny_model: TinyModel, tmp_path: Path, matrix_type: str, quantization: str
+) -> None:
+    """The tokens are those of its restored values; codes take 4 or 8 bits, and scales 2 more, not 32."""
+    source, path = tiny_model("gemma4-small", hidden_size_per_layer_input=32), tmp_path / "model.gguf"
+    write_gemma4_gguf(source, path, matrix_type)
+    prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts((20, 5))]
+    found = []
+    for how in (None, quantization):
+        with tiny_llm(path, tokenizer=str(source), quantization=how) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+            model = llm.llm_engine.client.core.executor.worker._model  # type: ignore[attr-defined]
+            table = model.per_layer.tensors[:-1]
+            size = sum(tensor.nbytes for tensor in table)
+            found.append(([output.outputs[0].token_ids for output in outputs], size))
+    (tokens, whole), (others, kept) = found
+    assert tokens == others
+    assert kept < whole * {"int4": 0.2, "int8": 0.35}[quantization]

@@ -16,19 +16,22 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.activation import gated_product
+from kernels_triton_free.compiler.materialize import materialize
 from kernels_triton_free.norm import rms_norm
+from kernels_triton_free.packed.code_words import can_put_in_words
 from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import Linear
 from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.words import LoopedInt4Linear
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.pieces import Add
 from minivllm.program.program import Code, Name, Piece, Program
 from minivllm.program.seams import Sum
 from minivllm.specs.caches import TOKENS
 from minivllm.specs.layers import Activation, PerLayerSpec
-from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, StoredWeight
 
 PER_LAYER = ("model.embed_tokens_per_layer.", "model.per_layer_")
 """Beginnings of the names of a model's tensors for them, outside its layers."""
@@ -53,12 +56,15 @@ class MakeValues:
 
 @dataclass(frozen=True)
 class Unflatten:
-    """[tokens, layers * width] -> [tokens, layers, width]."""
+    """[tokens, layers * width] -> [tokens, layers, width].
+
+    It is written down before: what decodes a row of 4 bits takes Inductor minutes to fuse with what follows.
+    """
 
     width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.width))
+        return materialize(x).unflatten(-1, (-1, self.width))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class PerLayerValues:
         self._device, self._dtype = factory.device, factory.dtype
         self._method: LinearMethod = PlainLinear()
         self.tensors: LinearTensors = (torch.empty(0), torch.empty(0))
-        """The table and the weight of the norm."""
+        """Those of the table's method, and the weight of the norm."""
 
     @property
     def stored(self) -> Sequence[Any]:
@@ -102,7 +108,7 @@ class PerLayerValues:
 
     @property
     def methods(self) -> tuple[object, ...]:
-        return (self._projection.method,)
+        return (self._method, self._projection.method)
 
     @property
     def weights_per_token(self) -> int:
@@ -118,12 +124,25 @@ class PerLayerValues:
         if module == "per_layer_model_projection":
             self._projection.load(module, kind, tensor)
             return
-        values = tensor.restore(self._dtype) if isinstance(tensor, QuantizedWeight) else tensor
-        table, norm = self.tensors
+        *table, norm = self.tensors
         if module == "embed_tokens_per_layer":
-            self.tensors = values[self._own].to(self._device), norm
+            self.tensors = *self._prepared(tensor), norm
         else:
-            self.tensors = table, values.to(self._device)
+            assert isinstance(tensor, Tensor)
+            self.tensors = *table, tensor.to(self._device)
+
+    def _prepared(self, table: StoredWeight) -> LinearTensors:
+        """This worker's rows of the table. Groups of 4 or 8 bits stay so: it is larger than all layers of a
+        small model together."""
+        if isinstance(table, GroupedWeight) and self._can_keep(table):
+            own = table.part(self._own, slice(None))
+            self._method = LoopedInt4Linear(own.shape[0], table.group_size, table.bits, self._dtype)
+            return tuple(part.to(self._device) for part in self._method.prepare(own, None))
+        values = table.restore(self._dtype) if isinstance(table, QuantizedWeight) else table
+        return (values[self._own].to(self._device),)
+
+    def _can_keep(self, table: GroupedWeight) -> bool:
+        return table.order is None and can_put_in_words(table.group_size, self._dtype)
 
     def program(
         self, embed: Callable[[LinearMethod, float], Code], token_ids: Name, stream: TensorSpec
@@ -139,7 +158,7 @@ class PerLayerValues:
                 embed(self._method, spec.width**0.5),
                 (token_ids,),
                 {"per_layer": flat},
-                lambda: (self.tensors[:1],),
+                lambda: (self.tensors[:-1],),
             ),
             Sum("per_layer", flat),
             Piece(Unflatten(spec.width), ("per_layer",), {"per_layer": values}),
@@ -147,7 +166,7 @@ class PerLayerValues:
                 make,
                 ("per_layer", "stream"),
                 {"per_layer": values},
-                lambda: (self._projection.tensors, self.tensors[1]),
+                lambda: (self._projection.tensors, self.tensors[-1]),
             ),
         ]
 
