@@ -72,6 +72,8 @@ MTP: dict[str, Any] = {
 }
 HEADS: dict[str, dict[str, Any]] = {"MTP": MTP, "MTP, TP 2": {**MTP, "tensor_parallel_size": 2}}
 """Of families whose checkpoints hold heads."""
+ACROSS_LAYERS = ("gemma4-small",)
+"""Families whose layers read what other layers made, so that stages cannot divide them."""
 WITH_HEADS = ("glm4-moe", "deepseek-v3")
 SHARED_EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 """Of the family with experts: engines in lockstep."""
@@ -189,6 +191,7 @@ def comparable(ranks: list[dict[str, int]], version: str) -> list[dict[str, int]
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """(family, what is special, engine arguments)."""
     found = [(family, name, settings) for family in FAMILIES for name, settings in LAYOUTS.items()]
+    found += [(family, name, LAYOUTS[name]) for family in ACROSS_LAYERS for name in ("alone", "TP 2")]
     found += [(FAMILIES[0], name, settings) for name, settings in VARIANTS.items()]
     found += [(family, name, settings) for family in WITH_HEADS for name, settings in HEADS.items()]
     return [*found, ("qwen3-moe", "EP 2", SHARED_EXPERTS)]
