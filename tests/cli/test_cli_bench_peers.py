@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.bench.rounds import side_processes
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
@@ -374,7 +373,7 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights(
     import torch
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(side_processes, "model_cache", lambda: tmp_path / "models")
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
     made = hf_directory(str(smollm2_path))
     read = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(

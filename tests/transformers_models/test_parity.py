@@ -8,7 +8,6 @@ each.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,10 @@ def test_a_model_of_transformers_gives_its_own_tokens_and_probabilities(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "index"), COMPILED)
-def test_layers_of_a_kind_share_compiled_code_and_give_the_same_tokens(
-    family: str, index: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiled_code_gives_the_same_tokens(family: str, index: int, tmp_path: Path) -> None:
     directory = save_model(tmp_path, family, FAMILIES[family][index])
     model = reference(directory)
-    with caplog.at_level(logging.INFO):
-        llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, enforce_eager=False)
-    kinds = {"llama": 3, "gemma3_text": 3}[family]
-    assert f"3 layers share {kinds} regions." in caplog.text
+    llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, enforce_eager=False)
     for prompt, output in zip(prompts(), run(llm, prompts(), GREEDY)):
         tokens = list(output.outputs[0].token_ids)
         with torch.inference_mode():
