@@ -103,6 +103,8 @@ def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
     A weight that is kept in several forms counts in the form that the step's code reads.
     """
     stored = [*(one for layer in decoder.layers for one in layer.stored), decoder.head]
+    if decoder.per_layer is not None:
+        stored.append(decoder.per_layer.projection)
     read = [
         one.method.read_by(rows, one.tensors) if isinstance(one, Linear) else one.tensors for one in stored
     ]
@@ -128,10 +130,13 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
     After the attention of the last layer only the last token is still needed.
     """
     hidden, flops = config.hidden_size, 2.0 * config.hidden_size * config.vocab_size
+    if config.per_layer is not None:
+        flops += 2.0 * tokens * hidden * config.num_layers * config.per_layer.width
     for index, layer in enumerate(config.layers):
         mixer, is_last = layer.mixer, index == config.num_layers - 1
         before, after, per_key = _mixer_weights(mixer, hidden)
         after += 3 * hidden * layer.mlp.active_inner
+        after += 2 * hidden * layer.per_layer.width if layer.per_layer is not None else 0
         flops += 2.0 * tokens * before + 2.0 * (1 if is_last else tokens) * after
         if isinstance(
             mixer, StateMixerSpec
@@ -157,7 +162,7 @@ def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
         return ahead, behind, spec.heads * (spec.head_dim + spec.kv_rank)
     size = spec.heads * spec.head_dim
     return (
-        hidden * (size + 2 * spec.kv_heads * spec.head_dim),
+        hidden * (size + (len(spec.projected) - 1) * spec.kv_heads * spec.head_dim),
         (1 + spec.output_gate) * size * hidden,
         2 * size,
     )

@@ -95,7 +95,7 @@ class PerLayerValues:
         self._num_layers = num_layers
         self._own = own
         self._code = partial(MakeValues, scale=hidden_size**-0.5, norm_eps=spec.norm_eps)
-        self._projection = _whole(factory, "per_layer_model_projection", hidden_size, num_layers * spec.width)
+        self.projection = _whole(factory, "per_layer_model_projection", hidden_size, num_layers * spec.width)
         self._device, self._dtype = factory.device, factory.dtype
         self._method: LinearMethod = PlainLinear()
         self.tensors: LinearTensors = (torch.empty(0), torch.empty(0))
@@ -104,15 +104,15 @@ class PerLayerValues:
     @property
     def stored(self) -> Sequence[Any]:
         """See DecoderLayer."""
-        return (self, self._projection)
+        return (self, self.projection)
 
     @property
     def methods(self) -> tuple[object, ...]:
-        return (self._method, self._projection.method)
+        return (self._method, self.projection.method)
 
     @property
     def weights_per_token(self) -> int:
-        return self._projection.in_features * self._projection.out_features
+        return self.projection.in_features * self.projection.out_features
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """See ``Stored``."""
@@ -122,7 +122,7 @@ class PerLayerValues:
         """Take ``embed_tokens_per_layer.weight``, … by its name in the model."""
         module, _, kind = name.partition(".")
         if module == "per_layer_model_projection":
-            self._projection.load(module, kind, tensor)
+            self.projection.load(module, kind, tensor)
             return
         *table, norm = self.tensors
         if module == "embed_tokens_per_layer":
@@ -152,7 +152,7 @@ class PerLayerValues:
         spec, dtype, device = self._spec, stream.dtype, stream.device
         flat = TensorSpec((TOKENS, self._num_layers * spec.width), dtype, device)
         values = TensorSpec((TOKENS, self._num_layers, spec.width), dtype, device)
-        make = self._code(self._projection.method)
+        make = self._code(self.projection.method)
         return [
             Piece(
                 embed(self._method, spec.width**0.5),
@@ -166,7 +166,7 @@ class PerLayerValues:
                 make,
                 ("per_layer", "stream"),
                 {"per_layer": values},
-                lambda: (self._projection.tensors, self.tensors[-1]),
+                lambda: (self.projection.tensors, self.tensors[-1]),
             ),
         ]
 
