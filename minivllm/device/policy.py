@@ -14,6 +14,8 @@ import torch
 from kernels_triton_free.packed.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 
+WIDE_HEAD = 256
+"""Elements of a head that kernels on CUDA have room for as usual."""
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies float8."""
 MIN_TILES = 256
@@ -156,12 +158,17 @@ class DevicePolicy:
         for heads of 64 do not. And by default kernels for single queries fetch no keys ahead: on an H100 they
         took 1.50 times as long for one request of 4,096 tokens, 1.12 times for 64 of 576 and 1.04 times for
         256 of 1,024. With both bounds (has_low) over heads of 64 the kernel for prompt chunks spills
-        registers in the 4 warps that Inductor takes (gpt-oss, not timed); heads of 128 have 8.
+        registers in the 4 warps that Inductor takes (gpt-oss, not timed); heads of 128 have 8. Heads of more
+        than WIDE_HEAD (Gemma 4's 512) spill in as many warps as others take, and three stages of keys and
+        values do not fit into the shared memory of a prompt chunk's kernel (neither timed).
         """
         if self.on_cpu:
             return {"PARTITION_SIZE": 1}
+        is_wide = head_dim > WIDE_HEAD
         if tile_size == 1:
-            return {"BLOCK_N": min(32, block_size), "num_stages": 3, "num_warps": 2}
+            return {"BLOCK_N": min(32, block_size), "num_stages": 3, "num_warps": 4 if is_wide else 2}
+        if is_wide:
+            return {"BLOCK_N": min(16, block_size), "num_stages": 2, "num_warps": 8}
         block_n = min(64 if dtype.itemsize <= 2 and head_dim <= 128 else 32, block_size)
         return {"BLOCK_N": block_n, **({"num_warps": 8} if has_low and head_dim <= 64 else {})}
 

@@ -174,7 +174,7 @@ class DeclaredModel(PagedModel):
         rows, length = limits.max_num_seqs, limits.max_model_len
         self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]
         placed = {layer: index for index, group in enumerate(limits.groups) for layer in group.layers}
-        self._group_of = [placed[layer] for layer in range(len(model.layers))]
+        self._group_of = [placed[layer] for layer in range(len(model.cache_specs))]
         self.layers = list(zip(model.cache_specs, model.attention_specs, strict=True))
         self._builder: Any = SimpleNamespace(token_specs=token_specs(DEVICE))
 

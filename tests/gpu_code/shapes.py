@@ -97,6 +97,24 @@ GEMMA_3_1B: dict[str, Any] = COMMON | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA_4_E2B: dict[str, Any] = COMMON | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "vocab_size": 262_144,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "tie_word_embeddings": True,
+}
 GPT_OSS_20B: dict[str, Any] = COMMON | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -169,6 +187,7 @@ MODELS: dict[str, Shape] = {
     "Qwen3 8B": Shape(QWEN3_8B),
     "Qwen3 30B A3B": Shape(QWEN3_30B_A3B),
     "Gemma 3 1B": Shape(GEMMA_3_1B),
+    "Gemma 4 E2B": Shape(GEMMA_4_E2B),
     "gpt-oss 20B": Shape(GPT_OSS_20B, shares=True),
     "DeepSeek V2 Lite": Shape(DEEPSEEK_V2_LITE),
 }
