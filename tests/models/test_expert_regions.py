@@ -16,7 +16,7 @@ from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import ChooseMethod, never_quantized
 from minivllm.linear.methods.int8 import Int8Linear
 from minivllm.models.bound_program import no_attention
-from minivllm.models.decoder.moe import MixtureOfExperts
+from minivllm.models.feed_forward.experts import MixtureOfExperts
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.program.fuse import FusedPieces, fuse
 from minivllm.program.program import World

@@ -1,7 +1,8 @@
 """The decoder: weights and regions of every model whose layers are described by specs.
 
-May import: compilation, distributed, kernels_triton_free, kernels_triton_free.experts, linear,
-linear.experts, linear.methods, models, models.mixers, profiling, program, specs, weights.
+May import: compilation, distributed, kernels_triton_free, kernels_triton_free.compiler,
+kernels_triton_free.packed, linear, linear.experts, linear.methods, models, models.feed_forward,
+models.mixers, profiling, program, specs, weights.
 Door: `Decoder` in decoder.py.
 """
 

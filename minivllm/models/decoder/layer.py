@@ -14,9 +14,8 @@ from torch import Tensor
 from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear
-from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
-from minivllm.models.decoder.moe import ExpertsBesideMlp, MixtureOfExperts
 from minivllm.models.decoder.per_layer import PerLayerReader
+from minivllm.models.feed_forward.factory import make_feed_forward
 from minivllm.models.mixers.factory import make_mixer
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.norms import AddNorm, make_norm
@@ -24,17 +23,8 @@ from minivllm.models.pieces import Add, Scale
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Attend, Sum
 from minivllm.specs.caches import TOKENS, LayerCache
-from minivllm.specs.layers import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec
+from minivllm.specs.layers import LayerSpec, StateMixerSpec
 from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
-
-
-def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:
-    """The part that computes a spec."""
-    if isinstance(spec, MoeSpec) and spec.beside is not None:
-        return ExpertsBesideMlp(spec, spec.beside, hidden_size, factory)
-    if isinstance(spec, MoeSpec):
-        return MixtureOfExperts(spec, hidden_size, factory)
-    return GatedMlp(spec, hidden_size, factory)
 
 
 class DecoderLayer:

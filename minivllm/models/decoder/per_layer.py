@@ -96,7 +96,8 @@ class PerLayerValues:
         self._own = own
         self._code = partial(MakeValues, scale=hidden_size**-0.5, norm_eps=spec.norm_eps)
         self.projection = _whole(factory, "per_layer_model_projection", hidden_size, num_layers * spec.width)
-        self._device, self._dtype = factory.device, factory.dtype
+        self._device = factory.device
+        self._dtype = factory.dtype
         self._method: LinearMethod = PlainLinear()
         self.tensors: LinearTensors = (torch.empty(0), torch.empty(0))
         """Those of the table's method, and the weight of the norm."""

@@ -19,7 +19,7 @@ from minivllm.linear.experts.methods import ExpertsMethod
 from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear, Shard
 from minivllm.linear.methods.method import LinearTensors
-from minivllm.models.decoder.feed_forward import GatedMlp
+from minivllm.models.feed_forward.gated_mlp import GatedMlp
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.norms import RmsNorm
 from minivllm.models.pieces import Add
