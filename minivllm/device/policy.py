@@ -15,7 +15,7 @@ from kernels_triton_free.packed.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 
 WIDE_HEAD = 256
-"""Elements of a head that kernels on CUDA have room for as usual."""
+"""Largest head_dim that attention kernels on CUDA take with the default options."""
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies float8."""
 MIN_TILES = 256

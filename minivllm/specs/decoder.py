@@ -64,17 +64,17 @@ class DecoderConfig:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
-        """How each layer that has a cache attends; the mixer's spec of a layer that keeps a state instead."""
+        """How each layer with a KV cache attends; for a layer that keeps a state, the mixer's spec."""
         return tuple(layer.mixer.attends for layer in self.layers if layer.shares_cache_of is None)
 
     @property
     def reads_across_layers(self) -> bool:
-        """Whether layers read more than the residual stream and their own cache."""
+        """Whether layers read keys and values of other layers, or per-layer embeddings."""
         return self.per_layer is not None or any(layer.shares_cache_of is not None for layer in self.layers)
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """Of each layer the number of its cache. Layers that share one have the same."""
+        """The number of each layer's cache. Layers that share a cache have the same number."""
         numbers = list[int]()
         for layer in self.layers:
             shared = layer.shares_cache_of

@@ -50,7 +50,8 @@ class SelfAttentionSpec:
     output_gate: attention's output is multiplied by the sigmoid of a projection of the layer's input
     (Qwen3-Next). value_norm: RMSNorm of each head's values, without a weight (Gemma 4). keys_are_values:
     values are what the projection of keys gives, before norm and rotary. shares_cache_of: number of the
-    earlier layer whose keys and values this one reads; it makes none. None: it has its own.
+    earlier layer with the keys and values that this layer reads; None: it computes them. Such a layer has
+    no query_scaling, and no norm over the whole width.
     """
 
     heads: int
@@ -71,7 +72,7 @@ class SelfAttentionSpec:
 
     @property
     def projected(self) -> tuple[str, ...]:
-        """Which of q, k and v a projection makes."""
+        """Names of the projections of q, k and v that the layer has."""
         if self.shares_cache_of is not None:
             return ("q_proj",)
         return ("q_proj", "k_proj") if self.keys_are_values else ("q_proj", "k_proj", "v_proj")
@@ -328,9 +329,9 @@ class MoeSpec:
     routing: how it chooses. bias: the experts' projections carry one. router_bias: so does the router.
     has_correction: scores are corrected when experts are chosen (DeepSeek-V3). shared: a gated MLP that all
     tokens go through as well. shared_gate: its output is multiplied by the sigmoid of a product of its own
-    (Qwen2-MoE). beside: a gated MLP that reads another norm of the residual stream than the experts do, and
-    whose output and theirs are normed before they are added (Gemma 4). The router reads the stream then,
-    normed without a weight and scaled, and each expert's factor is scaled. norm_eps: of these norms.
+    (Qwen2-MoE). beside: a gated MLP in parallel with the experts (Gemma 4). Both read the residual stream
+    through norms of their own, and both outputs are normed and added. The router reads the stream normed
+    without a weight and scaled, and each expert's output has a factor. norm_eps: of these norms.
     """
 
     num_experts: int
@@ -358,8 +359,8 @@ NORMS_BESIDE_EXPERTS = (
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
 )
-"""Norms of a layer with ``MoeSpec.beside``: of what the experts read, of what the MLP gives, and of what they
-give."""
+"""Norms of a layer with ``MoeSpec.beside``: of the experts' input, of the MLP's output and of the experts'
+output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,11 +396,11 @@ FeedForwardSpec = MlpSpec | MoeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerSpec:
-    """Embeddings of tokens for each layer (Gemma 3n, Gemma 4).
+    """Per-layer embeddings (Gemma 3n, Gemma 4).
 
-    A table gives ``width`` values of every token for each layer. A projection of the model's input, normed,
-    is added to them. After its MLP a layer adds norm(back(activation(gate(x)) * values)) to the residual
-    stream x. norm_eps: of both norms.
+    A table holds ``width`` values for every token and layer. A projection of the model's input, normed, is
+    added to them. After its MLP a layer adds norm(back(activation(gate(x)) * values)) to the residual stream
+    x. norm_eps: of both norms.
     """
 
     width: int
@@ -409,8 +410,8 @@ class PerLayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer of a decoder. per_layer: it reads embeddings of its own. output_scale: at its end the
-    residual stream is multiplied by a number that is one of its weights."""
+    """One layer of a decoder. per_layer: its per-layer embedding; None: it has none. output_scale: at its end
+    the residual stream is multiplied by a learned number."""
 
     mixer: MixerSpec
     mlp: FeedForwardSpec

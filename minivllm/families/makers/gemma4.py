@@ -1,6 +1,7 @@
-"""Gemma 4: Gemma 3's norms and windows; layers of full attention have heads of another size. Depending on the
-model, keys are values there, the last layers read keys and values of earlier ones, layers read embeddings of
-their own, and experts stand beside the MLP.
+"""Gemma 4: norms and windows as in Gemma 3, and larger heads in layers with full attention.
+
+E2B and E4B have per-layer embeddings, and their last layers read keys and values of earlier ones. 26B-A4B and
+31B use keys as values in layers with full attention; 26B-A4B has experts in parallel with the MLP.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _types(entries: Entries) -> list[str]:
 
 
 def _heads(entries: Entries, types: Sequence[str]) -> Mapping[str, _Heads]:
-    """Of both types of layers. Those of full attention stand in ``per_layer_config``, or, as checkpoints were
-    published, in entries of their own."""
+    """KV heads and head_dim of both types of layers. For full attention they stand in ``per_layer_config``,
+    or, in published checkpoints, in ``global_head_dim`` and ``num_global_key_value_heads``."""
     _, kv_heads, head_dim = entries.heads()
     own = {"head_dim": entries.get("global_head_dim")}
     if entries.flag("attention_k_eq_v"):
@@ -86,8 +87,8 @@ def _heads(entries: Entries, types: Sequence[str]) -> Mapping[str, _Heads]:
 
 
 def _listed(entries: Entries, listed: Any, layers: Sequence[int]) -> dict[str, Any]:
-    """What ``per_layer_config`` says of the layers of full attention, which must all be alike, and no other
-    layer be named."""
+    """Entries of ``per_layer_config`` for full attention. Raises ModelError unless it names these layers, no
+    others, and the same values for all."""
     rule = "must name the layers of full attention, with the same head_dim and num_key_value_heads for all"
     if not isinstance(listed, Mapping) or {str(key) for key in listed} != {str(layer) for layer in layers}:
         raise entries.refuse("per_layer_config", listed, rule)
@@ -100,8 +101,8 @@ def _listed(entries: Entries, listed: Any, layers: Sequence[int]) -> dict[str, A
 
 
 def _shared(entries: Entries, types: Sequence[str]) -> list[int | None]:
-    """Of each layer the one whose keys and values it reads: the last layers read those of the last layer of
-    their type before them."""
+    """For each layer the one that it reads keys and values from, or None. The last layers read those of the
+    last layer of their type that computes any."""
     first = len(types) - entries.whole("num_kv_shared_layers", 0, len(types))
     found: list[int | None] = [None] * first
     for kind in types[first:]:
@@ -114,7 +115,7 @@ def _shared(entries: Entries, types: Sequence[str]) -> list[int | None]:
 
 
 def _experts(entries: Entries, mlp: MlpSpec, eps: float) -> MoeSpec:
-    """Experts beside the MLP."""
+    """Experts in parallel with the MLP."""
     named = Entries(
         {**entries.entries, "num_experts_per_tok": entries.get("top_k_experts")}, {}, entries.source
     )
@@ -143,7 +144,7 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def _text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model, and the tokens that stand for what it does not read as text."""
+    """The language model's entries, and the placeholder tokens of images, videos and audio."""
     ids = {name: entries[name] for name in _PLACEHOLDERS if entries.get(name) is not None}
     return {**text_part(entries), **ids}
 
@@ -211,8 +212,8 @@ def _describe(entries: Entries) -> Description:
 
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that differ between layers are lists. What turns a part of the elements is for layers of full
-    attention; layers with a window rotate whole heads."""
+    """Sizes that differ between layers are lists. ``rope_freqs`` applies to full attention; layers with a
+    window rotate whole heads."""
     pattern = metadata.get("attention.sliding_window_pattern")
     flags = pattern if isinstance(pattern, list) else []
     types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in flags]
@@ -247,7 +248,7 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[
 
 
 def _without_shared_keys(family: Family, config: DecoderConfig) -> Family:
-    """Checkpoints may hold weights of keys and values that no layer makes."""
+    """Leaves out K and V projections that checkpoints may hold for layers that read those of others."""
     unused = tuple(
         f"{prefix}layers.{number}.{part}."
         for number, layer in enumerate(config.layers)

@@ -100,7 +100,7 @@ class Decoder:
         ]
         caches = config.caches[own_layers.start : own_layers.stop]
         self.caches = [number - caches[0] for number in caches]
-        """Of each layer the number of its cache here."""
+        """The number of each layer's cache on this worker."""
         self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
         self.per_layer = None
         if config.per_layer is not None:

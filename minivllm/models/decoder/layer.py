@@ -76,7 +76,7 @@ class DecoderLayer:
 
     @property
     def _reads_with(self) -> Sequence[Linear]:
-        """Products around the embeddings of this layer."""
+        """Products around the per-layer embedding."""
         return () if self.reader is None else tuple(self.reader.linears.values())
 
     @property
@@ -148,7 +148,7 @@ class DecoderLayer:
         ]
 
     def leave(self, context: LayerContext) -> Program:
-        """What follows the MLP: the norm of what it gave, embeddings for this layer, and a factor of all, in
+        """The end of the layer: the norm of the MLP's output, the per-layer embedding and the output scale, in
         layers that have them."""
         stream = context.stream
         items: list[Piece] = self.norm("post_mlp_layernorm", "x", stream)

@@ -1,8 +1,7 @@
-"""Embeddings of tokens for each layer (Gemma 3n, Gemma 4); see PerLayerSpec.
+"""Per-layer embeddings (Gemma 3n, Gemma 4); see PerLayerSpec.
 
-The values for all layers are made once, in front of the first layer, and are a register of the program:
-"per_layer" [tokens, layers, width]. Every worker of a model has the projections whole, and its part of the
-table's rows.
+They are computed once, before the first layer, and kept in a register of the program: "per_layer" [tokens,
+layers, width]. Tensor parallelism divides the rows of the table; the projections are replicated.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from minivllm.specs.layers import Activation, PerLayerSpec
 from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, StoredWeight
 
 PER_LAYER = ("model.embed_tokens_per_layer.", "model.per_layer_")
-"""Beginnings of the names of a model's tensors for them, outside its layers."""
+"""Prefixes of their tensors' names outside the layers."""
 
 
 @dataclass(frozen=True)
 class MakeValues:
-    """What the table has of each token, and the projection of the model's input, together."""
+    """The sum of a token's row of the table and a projection of the model's input, scaled by 1 / sqrt(2)."""
 
     method: LinearMethod
     scale: float
@@ -58,7 +57,8 @@ class MakeValues:
 class Unflatten:
     """[tokens, layers * width] -> [tokens, layers, width].
 
-    It is written down before: what decodes a row of 4 bits takes Inductor minutes to fuse with what follows.
+    The input is materialised: fused with the code that follows, decoding a row of 4 bits takes Inductor
+    minutes.
     """
 
     width: int
@@ -69,7 +69,7 @@ class Unflatten:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """back(activation(gate(x)) * the layer's values)."""
+    """back(activation(gate(x)) * per-layer embedding)."""
 
     gate: LinearMethod
     back: LinearMethod
@@ -78,19 +78,19 @@ class ReadValues:
     def __call__(
         self, stream: Tensor, values: Tensor, number: Tensor, gate: LinearTensors, back: LinearTensors
     ) -> Tensor:
-        """stream [tokens, hidden], values [tokens, layers, width] -> [tokens, hidden]. number: int64 [1], of
-        the layer: a tensor, so that all layers share a region."""
+        """stream [tokens, hidden], values [tokens, layers, width] -> [tokens, hidden]. number: of the layer,
+        int64 [1]; a tensor, so that all layers share a region."""
         own = values.index_select(1, number)[:, 0]
         return self.back.apply(gated_product(self.gate.apply(stream, gate), own, self.activation), back)
 
 
 class PerLayerValues:
-    """The table of a model, the projection beside it, and what makes the values of both."""
+    """The table, the projection of the model's input, and the pieces that make the register of both."""
 
     def __init__(
         self, spec: PerLayerSpec, num_layers: int, hidden_size: int, factory: LinearFactory, own: slice
     ) -> None:
-        """own: this worker's rows of the table."""
+        """own: rows of the table on this worker."""
         self._spec = spec
         self._num_layers = num_layers
         self._own = own
@@ -133,8 +133,8 @@ class PerLayerValues:
             self.tensors = *table, tensor.to(self._device)
 
     def _prepared(self, table: StoredWeight) -> LinearTensors:
-        """This worker's rows of the table. Groups of 4 or 8 bits stay so: it is larger than all layers of a
-        small model together."""
+        """Rows of the table on this worker. Groups of 4 or 8 bits are kept: the table is larger than all
+        layers of a small model together."""
         if isinstance(table, GroupedWeight) and self._can_keep(table):
             own = table.part(self._own, slice(None))
             self._method = LoopedInt4Linear(own.shape[0], table.group_size, table.bits, self._dtype)
@@ -173,7 +173,7 @@ class PerLayerValues:
 
 
 class PerLayerReader:
-    """The part of a layer that reads its values."""
+    """The part of a layer that reads its per-layer embedding."""
 
     def __init__(self, spec: PerLayerSpec, hidden_size: int, factory: LinearFactory) -> None:
         self._spec = spec
@@ -182,8 +182,8 @@ class PerLayerReader:
         self.linears = {"per_layer_input_gate": self._gate, "per_layer_projection": self._back}
 
     def program(self, context: LayerContext, number: Tensor) -> list[Piece]:
-        """From "stream" and "x", which is added to it first, to "x", which is still to be normed and
-        added."""
+        """From "stream" and "x" to "x", which is still to be normed and added. The old "x" is added to the
+        stream first."""
         stream = context.stream
         code = ReadValues(self._gate.method, self._back.method, self._spec.activation)
         return [
@@ -198,7 +198,7 @@ class PerLayerReader:
 
 
 def _whole(factory: LinearFactory, name: str, inputs: int, outputs: int) -> Linear:
-    """A product that workers do not divide."""
+    """A product that tensor parallelism replicates."""
     return LinearFactory(factory.dtype, factory.device, factory.choose).make(
         {name: outputs}, inputs, False, "column"
     )

@@ -62,7 +62,7 @@ class Embed:
 
 @dataclass(frozen=True)
 class TextIds:
-    """Token ids with another one in place of those that stand for no text."""
+    """Token ids with ``text_id`` in place of placeholders."""
 
     placeholders: tuple[int, ...]
     text_id: int

@@ -91,7 +91,7 @@ class ChosenExperts:
         return self.given(x, *route(F.linear(x.float(), router, bias), self.routing, correction), experts)
 
     def given(self, x: Tensor, ids: Tensor, factors: Tensor, experts: LinearTensors) -> Tensor:
-        """The same for experts that are chosen already. ids, factors: [tokens, top_k]."""
+        """The same for chosen experts. ids, factors: [tokens, top_k]."""
         if self.method.is_part:
             ids = ids - self.first
             ids = torch.where((ids >= 0) & (ids < self.method.num_experts), ids, self.method.num_experts)
@@ -100,8 +100,8 @@ class ChosenExperts:
 
 @dataclass(frozen=True)
 class ScaledExperts:
-    """What chosen experts make of a norm of the residual stream, where the router reads the same norm with
-    factors in place of its weight, and each expert's output has a factor (Gemma 4)."""
+    """Chosen experts of the normed residual stream (Gemma 4). The router reads the same norm with learned
+    factors in place of the weight, and each expert's output has a factor."""
 
     chosen: ChosenExperts
     norm_eps: float
@@ -233,8 +233,7 @@ class MixtureOfExperts:
 
 
 class ExpertsBesideMlp:
-    """A gated MLP, and beside it experts that read another norm of the residual stream; both outputs are
-    normed and added (Gemma 4). A ``FeedForward``."""
+    """A gated MLP in parallel with experts, both normed before and after (Gemma 4). A ``FeedForward``."""
 
     def __init__(self, spec: MoeSpec, mlp: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
         self._norm = RmsNorm(spec.norm_eps)

@@ -38,7 +38,8 @@ class LayerContext(NamedTuple):
     number: int
     """Of the layer in its stage."""
     cache: int
-    """Of its cache, which is the register ``cache.<number>``. Layers that share one have the same."""
+    """Number of its cache, which is the register ``cache.<number>``. Layers that share a cache have the
+    same number."""
     vectors: Callable[[], Vectors]
     rotary_table: Callable[[], tuple[Tensor, Tensor | None]]
     """float32 [positions, dim], and which position turns each column (int64 [dim]), if there are several."""
