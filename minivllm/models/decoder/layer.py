@@ -148,8 +148,8 @@ class DecoderLayer:
         ]
 
     def leave(self, context: LayerContext) -> Program:
-        """The end of the layer: the norm of the MLP's output, the per-layer embedding and the output scale, in
-        layers that have them."""
+        """The end of the layer: the norm of the MLP's output, the per-layer embedding and the output scale,
+        in layers that have them."""
         stream = context.stream
         items: list[Piece] = self.norm("post_mlp_layernorm", "x", stream)
         if self.reader is not None and self.spec.per_layer is not None:
