@@ -28,6 +28,7 @@ NAMED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     ),
     "phi3": ({}, ("self_attn.qkv_proj", "self_attn.o_proj", *GATED)),
     "glm4": ({}, ("self_attn.q_proj", *GATED)),
+    "gemma4-small": ({}, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),
     "qwen3.5": (
         {},
         (
