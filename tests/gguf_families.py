@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.specs.layers import MoeSpec
-from tests.gguf_models import permute, stored_blocks
+from tests.gguf_models import permute, stored_blocks, write_all
 
 ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
 
@@ -83,10 +83,7 @@ def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> N
             writer.add_tensor(stored, gguf.quants.quantize(data, number), raw_dtype=number)
         else:
             writer.add_tensor(stored, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
 
 
 EXPERT_ARCHITECTURES = {
@@ -180,10 +177,7 @@ def write_expert_gguf(
         stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return weights
 
 
@@ -234,10 +228,7 @@ def write_later_gguf(
             writer.add_tensor(stored, blocks, raw_dtype=number)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
 
 
 def _write_metadata(writer: Any, kind: str, config: dict[str, Any], other_layout: bool) -> None:
@@ -490,7 +481,4 @@ def write_gemma4_gguf(
             writer.add_tensor(stored, gguf.quants.quantize(data, number), raw_dtype=number)
         else:
             writer.add_tensor(stored, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)

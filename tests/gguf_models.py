@@ -96,6 +96,11 @@ def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str
         if architecture in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = permute(data, mixer.heads if "q_proj" in name else mixer.kv_heads)
         writer.add_tensor(stored_name, data, raw_dtype=gguf.GGMLQuantizationType[type_name])
+    write_all(writer)
+
+
+def write_all(writer: Any) -> None:
+    """Write the file that a ``GGUFWriter`` has been told of."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

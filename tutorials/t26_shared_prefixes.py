@@ -22,9 +22,9 @@ import numpy as np
 from minivllm import LLM, SamplingParams
 from minivllm.attention.lists.bounds import bounds_of
 from minivllm.attention.lists.key_groups import KeyGroups, bundles_of, groups_of_step
+from minivllm.attention.lists.pair_lists import list_pairs
 from minivllm.attention.lists.shared_prefixes import block_by_block, find_shared
 from minivllm.attention.lists.tile_lists import CutTiles, cut_tiles
-from minivllm.attention.pairs import list_pairs
 from minivllm.specs.attention import Reach
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments

@@ -18,10 +18,10 @@ from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.endpoints.completions_endpoint import TextRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, rerank, score
-from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
 from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
+from minivllm.server.page.page import add_page
 from minivllm.server.protocol import chat
 from minivllm.server.protocol import completions as texts
 from minivllm.server.protocol import operation as ops

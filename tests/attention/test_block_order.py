@@ -16,8 +16,9 @@ from kernels_triton_free.strips.layout import strip_shapes
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention import AttentionRule, StepRows
 from minivllm.attention.lists.bounds import bounds_of
+from minivllm.attention.lists.pair_lists import HostPairs, list_pairs
 from minivllm.attention.lists.shared_prefixes import Readers, block_by_block, find_shared
-from minivllm.attention.pairs import HostPairs, RowPairs, list_pairs
+from minivllm.attention.pairs import RowPairs
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.messages import SchedulerOutput

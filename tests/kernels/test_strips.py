@@ -22,7 +22,7 @@ from kernels_triton_free.strips.attention import MOST_HEADS_OF_TWO_STREAMS, Pair
 from kernels_triton_free.strips.layout import can_have_strips, strip_shapes
 from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.lists.bounds import bounds_of
-from minivllm.attention.pairs import list_pairs
+from minivllm.attention.lists.pair_lists import list_pairs
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.specs.attention import Reach
 

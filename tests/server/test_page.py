@@ -16,7 +16,7 @@ import pytest
 
 from minivllm.frontend import async_llm
 from minivllm.messages import KVTransferStats, PrefixNode, PrefixTree
-from minivllm.server.endpoints.page import assemble_page, content_security_policy
+from minivllm.server.page.page import assemble_page, content_security_policy
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 KEY = "page-key"

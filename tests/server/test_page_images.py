@@ -20,7 +20,7 @@ from minivllm.multimodal.files.decoding import (
     MAX_SIDE,
     _check_size,
 )
-from minivllm.server.endpoints.page import FOLDER, assemble_page
+from minivllm.server.page.page import FOLDER, assemble_page
 from tests.server.serving import ScriptedCore, Scripts, served
 
 BODY = 32 * 2**20

@@ -200,7 +200,7 @@ def test_the_table_of_commands_is_that_of_the_command_line(folder: str, group: s
 def test_the_table_of_endpoints_is_that_of_the_server() -> None:
     rows = re.findall(r"^\| (`/.*?`) \|", text_of(ROOT / "minivllm" / "server" / "README.md"), re.MULTILINE)
     shown = [path for row in rows for path in re.findall(r"`(.+?)`", row)]
-    sources = [ROOT / "minivllm" / "server" / file for file in ("app.py", "endpoints/page.py")]
+    sources = [ROOT / "minivllm" / "server" / file for file in ("app.py", "page/page.py")]
     routes = [path for one in sources for path in re.findall(r"@app\.\w+\(\s*\"(/.*?)\"", text_of(one))]
     assert len(set(shown)) == len(shown)
     assert set(shown) == {path.replace("{name:path}", "{name}") for path in routes}
