@@ -84,6 +84,8 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
 
     values: dict[str, Any] = {"original_max_position": max_positions}
     if rope_type == "proportional":
+        if head_dim % 2:
+            raise rope.refuse("rope_type", rope_type, f"needs heads of an even size, not of {head_dim}")
         values["turned"], dim = dim, head_dim
         values["factor"] = 1.0 if rope.get("factor") is None else rope.number("factor", 0.0, 1e6)
     if rope_type == "dynamic" and dim == 2:

@@ -262,6 +262,7 @@ def test_a_tensor_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
         ),
         ("llama", {"distributed_executor_backend": "uni"}, "'uni' has a single worker"),
         ("llama", {"pipeline_parallel_size": 0}, "must be at least 1"),
+        ("gemma4-small", {}, "read keys, values or embeddings that the first stage has"),
         ("llama", {"tensor_parallel_size": 3}, "2 KV heads, which more workers can only share evenly"),
     ],
 )

@@ -367,6 +367,44 @@ def test_a_configuration_that_lies_is_refused_with_file_and_field(
     assert str(caught.value).startswith("config.json: ") and field in str(caught.value)
 
 
+GEMMA4 = {
+    "vocab_size": 416,
+    "vocab_size_per_layer_input": 416,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("use_bidirectional_attention", "all", "use_bidirectional_attention is 'all'"),
+        ("per_layer_config", {"1": {"head_dim": 32}}, "per_layer_config is"),
+        ("per_layer_config", {"3": {"head_dim": 32, "sliding_window": 3}}, "per_layer_config is"),
+        ("per_layer_config", [1], "per_layer_config is"),
+        ("num_kv_shared_layers", 4, "must leave a layer of sliding_attention to read from"),
+        ("num_kv_shared_layers", 9, "num_kv_shared_layers is 9"),
+        ("global_head_dim", 0, r"full_attention\.head_dim is 0"),
+        ("global_head_dim", 33, "heads of an even size, not of 33"),
+        ("num_global_key_value_heads", 3, "must divide num_attention_heads 4"),
+        ("vocab_size_per_layer_input", 5, "must be vocab_size, which is 416"),
+        ("enable_moe_block", True, "num_experts is None"),
+        ("rope_parameters", {"full_attention": None}, "one set of values for each type of layer"),
+        ("layer_types", [FULL], "layer_types is"),
+    ],
+)
+def test_a_gemma_4_that_lies_is_refused_with_file_and_field(field: str, value: Any, named: str) -> None:
+    assert build("Gemma4ForCausalLM", **GEMMA4).layers[3].attention.head_dim == 32
+    with pytest.raises(ModelError, match=rf"^config\.json: .*{named}"):
+        build("Gemma4ForCausalLM", **{**GEMMA4, field: value})
+
+
 @pytest.mark.parametrize("length", [0, 7, 9])
 def test_longrope_needs_a_factor_for_every_pair(length: int) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * length}
