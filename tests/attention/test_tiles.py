@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
-from minivllm.attention import FlexAttention, pairs
+from minivllm.attention import FlexAttention
 from minivllm.attention.flex import FlexMetadata
 from minivllm.attention.lists import bounds as interval_bounds
-from minivllm.attention.lists import key_groups, shared_prefixes, tile_lists
+from minivllm.attention.lists import key_groups, pair_lists, shared_prefixes, tile_lists
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -313,7 +313,7 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [interval_bounds, tile_lists, key_groups, shared_prefixes, pairs],
+    [interval_bounds, tile_lists, key_groups, shared_prefixes, pair_lists],
     ids=lambda module: module.__name__,
 )
 def test_the_examples_of_the_lists_are_what_they_are(module: ModuleType) -> None:

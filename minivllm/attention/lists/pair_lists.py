@@ -3,6 +3,8 @@
 Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs
 where blocks hold 4 tokens. The last one sees nothing, in any block: rows of fewer blocks need it.
 
+>>> from minivllm.attention.lists.bounds import bounds_of
+>>> from minivllm.specs.attention import Reach
 >>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
 >>> bounds = bounds_of(np.array([9, 4, 6]), Reach())
 >>> pairs = list_pairs(table, np.array([0, 1, 1]), bounds, block_size=4, num_rows=3)
