@@ -31,6 +31,7 @@ from tests.model_families import save_tiny_model, save_word_tokenizer
 ROOT = Path(__file__).parents[1]
 THOROUGH_FACTOR = 10
 LONGEST = (
+    "tests/pretended_gpu/test_pretended_gpu.py",
     "tests/end_to_end/test_parity_families.py",
     "tests/tutorials/test_tutorials.py",
     "tests/worker/test_region_packages.py",

@@ -147,7 +147,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
 
     def record(*args: Any) -> Tensor:
         logits = original(*args)
-        recorded.append(logits.clone())
+        recorded.append(logits.cpu().clone())
         return logits
 
     runner._logits = record  # type: ignore[method-assign]

@@ -501,6 +501,11 @@ class EngineArgs:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def sizes_cache(self) -> bool:
+        """Whether the size of the KV cache is given."""
+        return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
+
+    @property
     def num_sharing_experts(self) -> int:
         """Workers that divide the experts of a layer, with enable_expert_parallel: those of all engines."""
         return self.tensor_parallel_size * self.data_parallel_size

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from minivllm.config import EngineArgs
 from minivllm.engine_process import client as single
 from minivllm.engine_process.protocol.clients import AsyncEngineClient, EngineClient
 from minivllm.plugins.points import ROUTING
+
+if TYPE_CHECKING:
+    from minivllm.distributed.lockstep import EngineSeat
 
 Client = TypeVar("Client")
 
@@ -41,7 +43,10 @@ def _start(args: EngineArgs, make: Callable[..., Client]) -> Client:
 
     policy = ROUTING.load(args.data_parallel_policy)()
     environment = share_of_cores(args.data_parallel_size * args.num_workers)
-    connect = partial(EngineConnection, args, environment=environment, wait=False)
+
+    def connect(number: int, seat: EngineSeat | None = None) -> EngineConnection:
+        return EngineConnection(args, environment=environment, number=number, seat=seat, wait=False)
+
     if args.shares_experts:
         return make(start_together(connect, args), connect, policy)
     return make(start_engines(connect, args.data_parallel_size), connect, policy)

@@ -15,8 +15,8 @@ from minivllm.engine_process.process_clients import AsyncProcessClient
 
 logger = logging.getLogger(__name__)
 
-Connect = Callable[[], EngineConnection]
-"""Starts an engine process, and does not wait for it."""
+Connect = Callable[[int], EngineConnection]
+"""Starts the engine process of this number, and does not wait for it."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the second try to start a dead engine; twice as long before every later one, up to the
 longest. The first try comes at once."""
@@ -33,7 +33,7 @@ def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
     connections: list[EngineConnection] = []
     try:
         for number in range(count):
-            connections.append(connect())
+            connections.append(connect(number))
             if number == 0:
                 connections[0].wait_until_ready()
         for connection in connections[1:]:
@@ -51,7 +51,7 @@ def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -
     seats = open_seats(args.data_parallel_size, args.num_workers)
     connections: list[EngineConnection] = []
     try:
-        connections += (connect(seat=seat) for seat in seats)
+        connections += (connect(seat.rank, seat=seat) for seat in seats)
         with ThreadPoolExecutor(len(connections)) as threads:
             waits = [threads.submit(one.wait_until_ready) for one in connections]
             for ready in as_completed(waits):
@@ -105,7 +105,7 @@ class Replica:
         """Start its process and wait until it serves. Raises what the engine raises."""
 
         def start() -> EngineConnection:
-            self._starting = connection = connect()
+            self._starting = connection = connect(self.index)
             if self._is_over:
                 connection.process.kill()
             connection.wait_until_ready()

@@ -20,6 +20,10 @@ LEAST_DIVIDED_BYTES = 2**18
 tensors to every rank, and this brings less than two. The size is a guess that no GPU has confirmed."""
 
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""PyTorch 2.13 renamed it, and warns of the old name."""
+
+
 class NcclCommunicator(Communicator):
     """rendezvous: path of an empty or missing file that all ranks, and no other processes, can write.
     device: of this rank. backend: "gloo" does the same on a CPU, for tests."""
@@ -42,7 +46,7 @@ class NcclCommunicator(Communicator):
         if len(mine) == 0:
             return [x] * self.size
         everything = mine.new_empty(self.size * len(mine))
-        dist.all_gather_into_tensor(everything, mine)
+        _all_gather(everything, mine)
         return [part.view(x.dtype).view(x.shape).to(x.device) for part in everything.view(self.size, -1)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ class NcclCommunicator(Communicator):
         parts = torch.empty_like(given)
         dist.all_to_all_single(parts, given)
         total = torch.empty_like(given)
-        dist.all_gather_into_tensor(total, add_up(parts.view(self.size, own).unbind()))
+        _all_gather(total, add_up(parts.view(self.size, own).unbind()))
         return total[: x.numel()].view(x.shape)
 
     def close(self) -> None:

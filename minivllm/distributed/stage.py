@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minivllm.device.host_work import do_on_host, on_host
 from minivllm.distributed.link import Link, StageLinks
 from minivllm.profiling.spans import span
 
@@ -38,7 +39,8 @@ class RemoteLinks:
 
 class Stage:
     """Stage ``number`` of ``size``, counted from 0; of a model in one piece if nothing else is said. links:
-    to others on this host. remote: to those that are not."""
+    to others on this host. remote: to those that are not. device: of the tensors, which travel through host
+    memory."""
 
     def __init__(
         self,
@@ -46,9 +48,11 @@ class Stage:
         size: int = 1,
         links: StageLinks | None = None,
         remote: RemoteLinks | None = None,
+        device: str = "cpu",
     ) -> None:
         self.number = number
         self.size = size
+        self._device = torch.device(device)
         links, remote = links or StageLinks(), remote or RemoteLinks()
         self._source = remote.source if links.source is None else Link(links.source)
         self._sink = remote.sink if links.sink is None else Link(links.sink)
@@ -70,17 +74,23 @@ class Stage:
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor that the stage before has sent; waits for it.
         Raises RuntimeError if its size is another one."""
+        return on_host(lambda: self._receive(shape, dtype))
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         assert self._source is not None
         self.num_handed += 1 + self.is_last
         with span("receive"):
             values = torch.frombuffer(self._source.receive(), dtype=dtype)
-        return values.view(shape)
+        return values.view(shape).to(self._device)
 
     def send(self, x: Tensor) -> None:
-        """Hand a tensor to the next stage; waits only if that is far behind."""
+        """Hand a tensor to the next stage; waits if that is far behind, and until a GPU has computed it."""
+        do_on_host(lambda: self._send(x))
+
+    def _send(self, x: Tensor) -> None:
         assert self._sink is not None
         with span("send"):
-            self._sink.send(x.contiguous().view(torch.uint8).flatten().numpy().data)
+            self._sink.send(x.cpu().contiguous().view(torch.uint8).flatten().numpy().data)
         self.num_handed += 1 + self.is_first
 
 

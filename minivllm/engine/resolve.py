@@ -108,7 +108,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if transfer is not None:
         check_transfer(transfer, args.num_workers, facts)
     check_workers(args, facts, device)
-    check_stages(args, facts, device, speculative)
+    check_stages(args, facts, speculative)
     find_attention(args.attention_backend)
     load_logits_processors(
         args.logits_processors or ()
@@ -138,7 +138,13 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         compile_in_background=resolve_background(args, device),
-        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, facts),
+        cudagraph_mode=resolve_graph_mode(
+            args.cudagraph_mode,
+            device,
+            args.enforce_eager,
+            facts,
+            has_staged_images=images is not None and args.pipeline_parallel_size > 1,
+        ),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -240,17 +246,12 @@ def check_transfer(transfer: KVTransferConfig, num_ranks: int, facts: ModelFacts
 
 def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
     """Raises ConfigError where several engines or workers cannot share or divide this model, or not here."""
-    if args.data_parallel_size > 1 and device != "cpu":
-        raise ConfigError(
-            f"data_parallel_size is {args.data_parallel_size}, but engines share a machine on a CPU only: "
-            "use "
-            "device='cpu', or a server for each GPU."
-        )
     size = args.tensor_parallel_size
+    if device == "cuda" and (args.num_workers > 1 or args.shares_experts):
+        is_one_host = args.nnodes == 1 and args.executor == "mp" and not args.shares_experts
+        check_gpus(args.num_workers, is_one_host, args.sizes_cache)
     if size == 1 and not args.shares_experts:
         return
-    if device == "cuda":
-        check_gpus(size, is_one_host=args.nnodes == 1 and args.executor == "mp" and not args.shares_experts)
     formats = () if facts.quantization is None else facts.quantization.formats
     rounds_inputs = any(
         form is not None and form.layout == "int8" and form.rounds_inputs for _, form in formats
@@ -274,17 +275,13 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
 
 
 def check_stages(
-    args: EngineArgs, facts: ModelFacts, device: Device, speculative: SpeculativeConfig | None = None
+    args: EngineArgs, facts: ModelFacts, speculative: SpeculativeConfig | None = None
 ) -> None:
-    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here,
-    or where those of the last stage, which drafts, are not all that it needs for that."""
+    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or where those
+    of the last stage, which drafts, are not all that it needs for that."""
     size = args.pipeline_parallel_size
     if size == 1:
         return
-    if device != "cpu":
-        raise ConfigError(
-            f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'."
-        )
     if facts.num_layers < size:
         raise ConfigError(
             f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every "
@@ -330,12 +327,18 @@ def resolve_background(args: EngineArgs, device: str) -> bool:
 
 
 def resolve_graph_mode(
-    mode: str | None, device: str, enforce_eager: bool, facts: ModelFacts | None = None
+    mode: str | None,
+    device: str,
+    enforce_eager: bool,
+    facts: ModelFacts | None = None,
+    *,
+    has_staged_images: bool = False,
 ) -> CudaGraphMode:
     """What cudagraph_mode means on this device. Raises ConfigError.
 
     Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
-    Attention over latents stays outside graphs: what it gathers grows with the contexts.
+    Attention over latents stays outside graphs: what it gathers grows with the contexts. has_staged_images:
+    only the first stage of a pipeline knows which steps read images, for which there are no graphs.
     """
     if device != "cuda":
         if mode not in (None, "none"):
@@ -347,8 +350,17 @@ def resolve_graph_mode(
     has_latents = isinstance(facts, DecoderConfig) and any(
         isinstance(layer.mixer, LatentSpec) for layer in facts.layers
     )
+    if has_staged_images and mode not in (None, "none"):
+        raise ConfigError(
+            f"cudagraph_mode is {mode!r}, but stages of a pipeline capture no graphs of a model that sees "
+            "images: use 'none', or leave images out with limit_mm_per_prompt."
+        )
     if mode is None:
-        if enforce_eager or (facts is not None and facts.implementation == "transformers"):
+        if (
+            enforce_eager
+            or has_staged_images
+            or (facts is not None and facts.implementation == "transformers")
+        ):
             return "none"
         return "piecewise" if has_latents else "full_and_piecewise"
     if has_latents and mode not in ("none", "piecewise"):

@@ -7,6 +7,7 @@ Nothing here imports torch before a core is loaded into this very process.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
@@ -76,9 +77,11 @@ class InProcessClient:
         self.core.shutdown()
 
 
-def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineCore, ModelFacts]:
-    """Load the model into this process. seat: among engines that share experts.
-    Raises ConfigError or ModelError."""
+def load_core(
+    args: EngineArgs, seat: EngineSeat | None = None, number: int = 0
+) -> tuple[EngineCore, ModelFacts]:
+    """Load the model into this process. seat: among engines that share experts. number: among several engines
+    of this machine. Raises ConfigError or ModelError."""
     if args.node_rank > 0:
         raise ConfigError(
             f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs "
@@ -100,12 +103,25 @@ def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineC
         start = _load(
             args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor]
         )
+    _take_gpus(args, number)
     args = args if args.executor == "uni" else args.for_another_process()
     lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
         config, facts = resolve(args)
         executor = start(ExecutorContext(args, config, facts, seat))
         return EngineCore(executor.config, executor, lockstep), facts
+
+
+def _take_gpus(args: EngineArgs, number: int) -> None:
+    """Let this process see only the GPUs of its engine, before it uses any. number: among several engines.
+    Raises ConfigError if there are not enough."""
+    if args.data_parallel_size == 1 or args.shares_experts or args.device == "cpu":
+        return
+    from minivllm.device.gpus import check_gpus, gpus_of_engine, visible_gpus
+
+    if visible_gpus():
+        check_gpus(args.data_parallel_size * args.num_workers, is_one_host=True, is_sized=args.sizes_cache)
+        os.environ.update(gpus_of_engine(number, args.num_workers))
 
 
 def _load(args: EngineArgs, path: str) -> Any:

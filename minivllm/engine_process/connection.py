@@ -46,7 +46,8 @@ class EngineConnection:
 
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a
     traceback. command: what to run instead of this package's engine; it gets two file descriptors as further
-    arguments. environment: variables of the process besides those of this one. seat: among engines that share
+    arguments. environment: variables of the process besides those of this one. number: among engines that
+    share a machine. seat: among engines that share
     experts. wait: return when the engine serves; otherwise ``wait_until_ready`` must be called before
     anything else.
     """
@@ -59,6 +60,7 @@ class EngineConnection:
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         environment: Mapping[str, str] = MappingProxyType({}),
+        number: int = 0,
         seat: EngineSeat | None = None,
         wait: bool = True,
     ) -> None:
@@ -106,7 +108,7 @@ class EngineConnection:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            self._send_start(seat)
+            self._send_start(seat, number)
         except BaseException:
             self.close()
             raise
@@ -124,13 +126,14 @@ class EngineConnection:
         path.chmod(0o600)
         return socket
 
-    def _send_start(self, seat: EngineSeat | None) -> None:
+    def _send_start(self, seat: EngineSeat | None, number: int) -> None:
         start = frames.Start(
             args=self.args,
             directory=str(self._directory),
             identity=self._identity,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
             seat=seat,
+            number=number,
         )
         data = self._codec.encode(start)
         try:

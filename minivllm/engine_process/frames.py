@@ -32,13 +32,15 @@ class MalformedFrame(Exception):
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The first message, through a pipe.
-    directory: of the sockets; identity: on ROUTER; seat: see EngineSeat."""
+    directory: of the sockets; identity: on ROUTER; seat: see EngineSeat; number: among engines that share a
+    machine."""
 
     args: EngineArgs
     directory: str
     identity: bytes
     log_level: int
     seat: EngineSeat | None = None
+    number: int = 0
 
 
 # Frontend -> engine, ROUTER to DEALER.

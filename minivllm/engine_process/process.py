@@ -105,7 +105,7 @@ class EngineProcess:
     def _load(self) -> None:
         from minivllm.engine_process.client import load_core
 
-        self._core, facts = load_core(self._start.args, self._start.seat)
+        self._core, facts = load_core(self._start.args, self._start.seat, self._start.number)
         self._core.executor.when_dead(self._inputs.put)
         # A message that aborts no request wakes the loop, which checks in every step what other threads did.
         self._core.ask_for_pixels(lambda digests: self._outputs.put(WantPixels(digests)))

@@ -16,7 +16,7 @@ import msgspec
 from minivllm.compilation.packaged.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
 from minivllm.device.cores import share_of_cores
-from minivllm.device.gpus import own_gpu
+from minivllm.device.gpus import gpu_of_worker, workers_share_gpus
 from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
@@ -65,7 +65,10 @@ class LocalWorkers:
             seat=seat,
         )
         inherited = [] if seat is None else seat.descriptors
-        by_file = config.device == "cuda" or not config.custom_all_reduce
+        if config.device == "cuda":
+            by_file = not workers_share_gpus(len(self.ranks))
+        else:
+            by_file = not config.custom_all_reduce
         shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, by_file, self.ranks)
         try:
             for rank in self.ranks:
@@ -84,7 +87,7 @@ class LocalWorkers:
 
     def _start(self, start: Start, received: Any, command: Sequence[str]) -> None:
         reader = start.rank - self.ranks.start
-        gpu = own_gpu(reader, len(self.ranks)) if start.config.device == "cuda" else {}
+        gpu = gpu_of_worker(reader, len(self.ranks)) if start.config.device == "cuda" else {}
         process, channel = start_process(
             command,
             received,

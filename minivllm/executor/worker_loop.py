@@ -24,6 +24,7 @@ from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
+from minivllm.distributed.staged import StagedCommunicator
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, call_method
 from minivllm.executor.records.agreement import token_digest
@@ -109,6 +110,8 @@ class WorkerProcess:
         number, rank = divmod(start.rank, size)
         if start.segment is not None:
             self._communicator = SharedMemoryCommunicator(rank, *start.segment)
+            if config.device == "cuda":
+                self._communicator = StagedCommunicator(self._communicator)
         elif start.rendezvous is not None:
             path = f"/proc/self/fd/{start.rendezvous}"
             if config.device == "cuda":
@@ -120,7 +123,7 @@ class WorkerProcess:
         remote = None
         if self._mesh is not None:
             remote = remote_links(self._mesh, size, config.num_workers, config.local_ranks)
-        self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote)
+        self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote, config.device)
         group = None
         if start.seat is not None:
             everyone = SharedMemoryCommunicator(start.seat.rank * size + rank, *start.seat.segment)

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from minivllm.device.host_work import broken_by_host_work
+
 Replay = Callable[[], None]
 
 
@@ -37,15 +39,18 @@ class GraphCapture:
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
         self._parts: list[Replay] = []
+        self._breaks = broken_by_host_work(self)
         self.num_graphs = 0
 
     def __enter__(self) -> GraphCapture:
+        self._breaks.__enter__()
         self._backend.begin()
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._breaks.__exit__(error_type, error, trace)
         # Where something failed between segments, no segment is open and the capture is of no use.
         if error is None:
             self._end_segment()

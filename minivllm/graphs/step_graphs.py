@@ -90,8 +90,11 @@ class StepGraphs:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        has_logits: bool = True,
     ) -> None:
+        """has_logits: False in a stage of a pipeline before the last one."""
         self.mode = mode
+        self._has_logits = has_logits
         self._model = model
         self._backend = backend
         self.full_buckets = (
@@ -178,6 +181,8 @@ class StepGraphs:
 
     def _full_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
         hidden = self._model.forward(inputs)
+        if not self._has_logits:
+            return StepHidden(hidden)
         rows = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=inputs.token_ids.device)
         return StepHidden(hidden, self._model.model.logits(hidden, rows, inputs.tokens))
 

@@ -251,6 +251,7 @@ class ModelRunner:
             backend,
             max_num_seqs=self.limits.max_step_rows,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            has_logits=self._is_last_stage,
         )
         graphs.capture(lambda num_tokens: self.paged_model.build([], num_tokens))
         self.graphs = graphs

@@ -18,7 +18,7 @@ import torch
 from minivllm import LLM
 from minivllm.checkpoints.choose import read_model_facts
 from minivllm.config import EngineArgs
-from minivllm.device.gpus import check_gpus, own_gpu, visible_gpus
+from minivllm.device.gpus import check_gpus, gpu_of_worker, gpus_of_engine, visible_gpus, workers_share_gpus
 from minivllm.engine.resolve import check_workers, resolve
 from minivllm.errors import ConfigError
 from minivllm.executor import local_workers
@@ -45,10 +45,31 @@ def test_each_worker_sees_one_of_the_gpus_that_the_engine_sees(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert visible_gpus() == expected
-    assert [own_gpu(place, count) for place in range(count) if count > 1] == [
+    assert [gpu_of_worker(place, count) for place in range(count) if count > 1] == [
         {"CUDA_VISIBLE_DEVICES": name} for name in expected
     ]
-    assert own_gpu(0, 1) == {}
+    assert gpu_of_worker(0, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "num_workers", "expected"),
+    [
+        (4, 1, ["0", "1", "2"]),
+        (4, 2, ["0,1", "2,3"]),
+        (3, 2, ["0,1", "2,0", "1,2"]),  # some are shared by two engines
+        (1, 2, ["0", "0"]),
+    ],
+)
+def test_engines_see_the_gpus_of_their_workers(
+    monkeypatch: pytest.MonkeyPatch, count: int, num_workers: int, expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    found = [gpus_of_engine(number, num_workers) for number in range(len(expected))]
+    assert found == [{"CUDA_VISIBLE_DEVICES": names} for names in expected]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert workers_share_gpus(2) and not workers_share_gpus(1)
+    assert [gpu_of_worker(place, 2) for place in range(2)] == [{"CUDA_VISIBLE_DEVICES": "0"}] * 2
 
 
 def test_workers_without_a_gpu_each_are_refused(
@@ -56,12 +77,17 @@ def test_workers_without_a_gpu_each_are_refused(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_gpus(2, is_one_host=True)
-    with pytest.raises(ConfigError, match="takes a GPU for each worker, but PyTorch sees 2 here: use 2, or"):
-        check_gpus(3, is_one_host=True)
+    check_gpus(2, is_one_host=True, is_sized=False)
+    check_gpus(3, is_one_host=True, is_sized=True)
+    with pytest.raises(ConfigError, match="take a GPU each, but PyTorch sees 2 here: use 2 or less. To let "):
+        check_gpus(3, is_one_host=True, is_sized=False)
     model = tiny_model("llama")
     facts = read_model_facts(model, "auto", {}, "minivllm")
     check_workers(EngineArgs(model=str(model), tensor_parallel_size=2), facts, "cuda")
+    with pytest.raises(ConfigError, match="4 workers .* would take a GPU each"):
+        check_workers(
+            EngineArgs(model=str(model), tensor_parallel_size=2, pipeline_parallel_size=2), facts, "cuda"
+        )
     for more in ({"nnodes": 2, "node_key_file": "x"}, {"distributed_executor_backend": "external_launcher"}):
         with pytest.raises(ConfigError, match="on the GPUs of one host, started by minivllm itself"):
             check_workers(EngineArgs(model=str(model), tensor_parallel_size=2, **more), facts, "cuda")  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def _make_fake_tensors_without_a_device() -> None:
     fake_tensor.init_gpu_context = lambda device: None
     folder = Path(torch.__file__).parent
     if not (folder / "lib" / "libtorch_cuda.so").exists():
-        _register_device_guard(folder)
+        register_device_guard(folder)
 
 
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -116,7 +116,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 """
 
 
-def _register_device_guard(folder: Path) -> None:
+def register_device_guard(folder: Path) -> None:
     """A PyTorch for CPUs has no guard of CUDA devices, which ``x[:, None]`` wants even of a fake x."""
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"

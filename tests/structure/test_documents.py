@@ -51,6 +51,9 @@ NOT_RUN_HERE = {
     "python3 -m venv ~/gpu-code",
     "~/gpu-code/bin/pip install -c tests/gpu_code/versions.txt -e .",
     "~/gpu-code/bin/python -m tests.gpu_code",
+    "pytest -p tests.pretended_gpu.plugin -n0 tests/gpu",  # test_pretended_gpu.py does
+    "PRETENDED_GPUS=2 pytest -p tests.pretended_gpu.plugin -n0 tests/gpu/test_cuda_workers.py",  # so here
+    "PRETENDED_GPU_FOR_ALL=1 pytest -p tests.pretended_gpu.plugin -n0 tests/spec_decode",
 }
 NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
 

@@ -74,7 +74,7 @@ class Experts:
     """The MLPs of all experts of a layer: down(activation(gate(x)) * up(x)), with ``inner`` values between.
 
     split over shards as ``Linear``s are: every shard has a part of every expert. own: its range of the
-    ``inner`` values; left out, they are divided evenly. is_part: see ExpertsMethod, on a CPU only. Raises
+    ``inner`` values; left out, they are divided evenly. is_part: see ExpertsMethod. Raises
     ConfigError where the device cannot multiply them.
     """
 

@@ -178,14 +178,23 @@ class GroupedExperts(ExpertsMethod):
         first, second = tuple(tensors[: self.num_gate_up]), tuple(tensors[self.num_gate_up :])
         choices = ids.flatten()
         if x.shape[0] == 1:
+            if self.is_part:  # what is computed elsewhere reads the last matrix, and counts nothing
+                weights = torch.where(ids < self.num_experts, weights, 0.0)
+                choices = choices.clamp(max=self.num_experts - 1)
             rows = x.expand(choices.shape[0], -1)
             inner = activate(self._gathered(self.gate_up, rows, choices, first), self.activation)
             return weighted_sum(self._gathered(self.down, inner, choices, second), weights)
-        by_expert = sort_by_expert(ids, self.num_experts)
+        by_expert = sort_by_expert(ids, self.num_experts + self.is_part)
         experts = choices[by_expert.order]
+        if self.is_part:  # the last group is computed elsewhere: no product writes its rows
+            by_expert = by_expert._replace(ends=by_expert.ends[: self.num_experts])
+            experts = experts.clamp(max=self.num_experts - 1)
         values = x[by_expert.order // ids.shape[1]]
         inner = activate(self._grouped(self.gate_up, values, by_expert, experts, first), self.activation)
         values = self._grouped(self.down, inner, by_expert, experts, second)
+        if self.is_part:
+            is_here = torch.arange(len(values), device=x.device) < by_expert.ends[-1]
+            values = torch.where(is_here.unsqueeze(-1), values, 0.0)
         return weighted_sum(torch.empty_like(values).index_copy_(0, by_expert.order, values), weights)
 
     def _gathered(self, method: LinearMethod, x: Tensor, choices: Tensor, tensors: LinearTensors) -> Tensor:
