@@ -143,6 +143,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
             device,
             args.enforce_eager,
             facts,
+            attention=args.attention_backend,
             has_staged_images=images is not None and args.pipeline_parallel_size > 1,
         ),
         cache=CacheConfig(
@@ -274,9 +275,7 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
         )
 
 
-def check_stages(
-    args: EngineArgs, facts: ModelFacts, speculative: SpeculativeConfig | None = None
-) -> None:
+def check_stages(args: EngineArgs, facts: ModelFacts, speculative: SpeculativeConfig | None = None) -> None:
     """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or where those
     of the last stage, which drafts, are not all that it needs for that."""
     size = args.pipeline_parallel_size
@@ -332,13 +331,15 @@ def resolve_graph_mode(
     enforce_eager: bool,
     facts: ModelFacts | None = None,
     *,
+    attention: str = "flex",
     has_staged_images: bool = False,
 ) -> CudaGraphMode:
     """What cudagraph_mode means on this device. Raises ConfigError.
 
     Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
-    Attention over latents stays outside graphs: what it gathers grows with the contexts. has_staged_images:
-    only the first stage of a pipeline knows which steps read images, for which there are no graphs.
+    Attention over latents stays outside graphs: what it gathers grows with the contexts. So does "sdpa",
+    whose loop goes over the rows of a step, and, left open, any other backend. has_staged_images: only the
+    first stage of a pipeline knows which steps read images, for which there are no graphs.
     """
     if device != "cuda":
         if mode not in (None, "none"):
@@ -362,7 +363,13 @@ def resolve_graph_mode(
             or (facts is not None and facts.implementation == "transformers")
         ):
             return "none"
-        return "piecewise" if has_latents else "full_and_piecewise"
+        is_captured = attention in ("flex", "flex-shared") and not has_latents
+        return "full_and_piecewise" if is_captured else "piecewise"
+    if attention == "sdpa" and mode not in ("none", "piecewise"):
+        raise ConfigError(
+            f"cudagraph_mode is {mode!r}, but attention_backend='sdpa' cannot be captured: use 'piecewise' "
+            "or 'none'."
+        )
     if has_latents and mode not in ("none", "piecewise"):
         raise ConfigError(
             f"cudagraph_mode is {mode!r}, but attention over latents cannot be captured: use 'piecewise' or "

@@ -76,6 +76,7 @@ def seconds_on_device(calls: list[Callable[[], Any]], device: torch.device, repe
     if device.type != "cuda":
         return seconds_per_call(lambda: [call() for call in calls], device, repeats) / len(calls)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which has made what the calls read
     with torch.cuda.stream(stream):
         for call in calls:
             call()

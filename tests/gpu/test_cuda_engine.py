@@ -102,6 +102,17 @@ def test_every_graph_mode_gives_the_tokens_of_uncompiled(config_directory: Path,
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0
 
 
+def test_attention_that_cannot_be_captured_runs_between_graphs(config_directory: Path) -> None:
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(5)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    with make_llm(config_directory, dtype="float32", max_num_seqs=8, attention_backend="sdpa") as llm:
+        assert greedy(llm, prompts) == expected
+        graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
+        assert {choice.kind for choice in graphs.num_replays} == {"piecewise"}
+
+
 def test_graphs_are_captured_anew_after_a_sleep(config_directory: Path) -> None:
     torch.set_float32_matmul_precision("highest")
     prompts = random_prompts(5)

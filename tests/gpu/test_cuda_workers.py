@@ -28,6 +28,18 @@ LIMITS = {
 }
 
 
+TP2, PP2, DP2 = ({f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "data"))
+DIVIDED: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "pp2": PP2,
+    "dp2": DP2,
+    "tp2-pp2": TP2 | PP2,
+    "tp2-dp2": TP2 | DP2,
+    "tp2-piecewise": TP2 | {"async_scheduling": False, "cudagraph_mode": "piecewise"},
+    "pp2-drafts": PP2 | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+}
+
+
 def tokens_of(model: Path, count: int = 9, **settings: Any) -> list[list[int]]:
     from minivllm import LLM
 
@@ -37,29 +49,17 @@ def tokens_of(model: Path, count: int = 9, **settings: Any) -> list[list[int]]:
         return greedy(llm, random_prompts(count))
 
 
-@pytest.mark.parametrize(
-    "divided",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2, "data_parallel_size": 2},
-        {"tensor_parallel_size": 2, "async_scheduling": False, "cudagraph_mode": "piecewise"},
-    ],
-    ids=lambda divided: ",".join(f"{name}={value}" for name, value in divided.items()),
-)
-def test_workers_together_give_the_tokens_of_one(config_directory: Path, divided: dict[str, Any]) -> None:
-    common: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}
-    expected = tokens_of(config_directory, enforce_eager=True, **common)
-    assert tokens_of(config_directory, **common, **divided) == expected
+@pytest.fixture(scope="module")
+def expected(config_directory: Path) -> list[list[int]]:
+    return tokens_of(config_directory, enforce_eager=True, load_format="dummy", dtype="float32")
 
 
-def test_drafts_are_verified_at_the_end_of_a_pipeline(config_directory: Path) -> None:
-    common: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}
-    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    expected = tokens_of(config_directory, enforce_eager=True, **common)
-    assert tokens_of(config_directory, pipeline_parallel_size=2, **common, **drafts) == expected
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_workers_together_give_the_tokens_of_one(
+    config_directory: Path, expected: list[list[int]], divided: str
+) -> None:
+    settings = {"load_format": "dummy", "dtype": "float32", **DIVIDED[divided]}
+    assert tokens_of(config_directory, **settings) == expected
 
 
 def test_workers_that_divide_the_experts_stay_close_to_one(tmp_path: Path) -> None:
@@ -69,5 +69,5 @@ def test_workers_that_divide_the_experts_stay_close_to_one(tmp_path: Path) -> No
     model = save_tiny_model(tmp_path, "qwen3-moe", sizes)
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
     one = tokens_of(model, 16, **settings)
-    two = tokens_of(model, 16, tensor_parallel_size=2, enable_expert_parallel=True, **settings)
+    two = tokens_of(model, 16, enable_expert_parallel=True, **TP2, **settings)
     assert sum(a[0] == b[0] for a, b in zip(one, two, strict=True)) >= 13

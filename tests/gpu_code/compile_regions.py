@@ -35,6 +35,7 @@ from minivllm.compilation.compiler import RegionCompiler, compile_fx
 from minivllm.compilation.regions import Region, Size, TensorSpec, filled
 from minivllm.device.buffers import rounded_capacity
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.communicator import Absent
 from minivllm.linear.choose import MethodChooser
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import token_specs
@@ -211,6 +212,8 @@ def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
             device=DEVICE,
             max_model_len=MAX_MODEL_LEN,
             choose_method=choose,
+            communicator=Absent(0, shape.ranks) if shape.ranks > 1 else None,
+            divides_experts=shape.ranks > 1,
         )
         shapes = expected_shapes(config)
         model.load_weights((weight, torch.empty(size, dtype=DTYPE)) for weight, size in shapes.items())
@@ -224,7 +227,8 @@ def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
         )
         # Attention is the same whatever the weights are rounded to.
         attention = shared_attention if shape.shares else rule_attention
-        make_attention = attention if shape.quantization is None else lambda context: None
+        is_new = shape.quantization is None and shape.ranks == 1
+        make_attention = attention if is_new else lambda context: None
         DeclaredModel(model, limits, policy, make_attention).use_regions(compiler)
 
 

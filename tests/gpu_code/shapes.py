@@ -23,12 +23,14 @@ MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 8192, 8192
 @dataclass(frozen=True)
 class Shape:
     """A model. quantization: what its weights are rounded to, None for nothing. verify_size: most tokens of a
-    row whose drafts are verified, 0 for no drafts. shares: rows may read a prefix together."""
+    row whose drafts are verified, 0 for no drafts. shares: rows may read a prefix together. ranks: that divide
+    it, experts whole."""
 
     config: dict[str, Any]
     quantization: str | None = None
     verify_size: int = 0
     shares: bool = False
+    ranks: int = 1
 
 
 COMMON: dict[str, Any] = {
@@ -186,6 +188,7 @@ MODELS: dict[str, Shape] = {
     "Qwen3 0.6B": Shape(QWEN3_0_6B),
     "Qwen3 8B": Shape(QWEN3_8B),
     "Qwen3 30B A3B": Shape(QWEN3_30B_A3B),
+    "Qwen3 30B A3B on 2 GPUs": Shape(QWEN3_30B_A3B, ranks=2),
     "Gemma 3 1B": Shape(GEMMA_3_1B),
     "Gemma 4 E2B": Shape(GEMMA_4_E2B),
     "gpt-oss 20B": Shape(GPT_OSS_20B, shares=True),

@@ -155,6 +155,14 @@ def test_graphs_leave_attention_over_latents_outside() -> None:
         resolve_graph_mode("full_decode", "cuda", False, config)
     plain = build({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
     assert resolve_graph_mode(None, "cuda", False, plain) == "full_and_piecewise"
+    assert resolve_graph_mode(None, "cuda", False, plain, attention="sdpa") == "piecewise"
+    assert resolve_graph_mode(None, "cuda", False, plain, attention="mine:Backend") == "piecewise"
+    assert resolve_graph_mode("full_decode", "cuda", False, plain, attention="mine:Backend") == "full_decode"
+    assert resolve_graph_mode(None, "cuda", False, plain, has_staged_images=True) == "none"
+    with pytest.raises(ConfigError, match="attention_backend='sdpa' cannot be captured"):
+        resolve_graph_mode("full_decode", "cuda", False, plain, attention="sdpa")
+    with pytest.raises(ConfigError, match="stages of a pipeline capture no graphs of a model that sees"):
+        resolve_graph_mode("piecewise", "cuda", False, plain, has_staged_images=True)
 
 
 def test_graphs_of_what_lies_between_give_the_same_tokens(tiny_model: TinyModel) -> None:

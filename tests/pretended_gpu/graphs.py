@@ -4,7 +4,8 @@ and a replay computes them again in the same memory."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +55,20 @@ class CUDAGraph:
 
     def pool(self) -> tuple[int, int]:
         return 0, 1
+
+
+@contextmanager
+def graph(
+    recorded: CUDAGraph, pool: Any = None, stream: streams.Stream | None = None, **_: Any
+) -> Iterator[None]:
+    """``torch.cuda.graph``"""
+    streams.synchronize()
+    with stream or streams.Stream():
+        recorded.capture_begin(pool)
+        try:
+            yield
+        finally:
+            recorded.capture_end()
 
 
 def graph_pool_handle() -> tuple[int, int]:

@@ -80,6 +80,7 @@ def _answer_for_cuda(card: Card) -> None:
         "get_sync_debug_mode": streams.get_sync_debug_mode,
         "is_current_stream_capturing": lambda: streams.capture_of_thread() is not None,
         "CUDAGraph": graphs.CUDAGraph,
+        "graph": graphs.graph,
         "graph_pool_handle": graphs.graph_pool_handle,
     }
     for name, answer in answers.items():

@@ -70,8 +70,9 @@ class Stream:
             last = self.position if position is None else position
             while self._copies and self._copies[0].position <= last:
                 copy = self._copies.pop(0)
-                copy.check()
-                copy.deliver()
+                with torch.inference_mode():  # which its tensors may come from
+                    copy.check()
+                    copy.deliver()
             if by_host:
                 while self._waits and self._waits[0][0] <= last:
                     _, other, until = self._waits.pop(0)
@@ -270,4 +271,5 @@ def fill_with_garbage(tensor: Tensor) -> None:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Bit by bit."""
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    copies = (t.clone(memory_format=torch.contiguous_format) for t in (a, b))
+    return torch.equal(*(t.view(-1).view(torch.uint8) for t in copies))

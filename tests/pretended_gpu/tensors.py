@@ -128,6 +128,8 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     on_gpu = [tensor for tensor in given if isinstance(tensor, PretendedTensor)]
     if packet in MOVES:
         return _move(func, packet, args, kwargs)
+    if packet is aten._has_compatible_shallow_copy_type:
+        return False  # Module.to makes new parameters then
     device = kwargs.get("device")
     is_gpu = bool(on_gpu) if device is None else torch.device(device).type == "cuda"
     if not is_gpu and not on_gpu:
