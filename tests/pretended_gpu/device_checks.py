@@ -73,6 +73,7 @@ def test_threads_have_the_gpu_too() -> None:
         lambda x: bool((x > 0).all()),
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(x.int()),
         lambda x: torch.ones(3).to("cuda"),
         lambda x: torch.ones(3).to("cuda", non_blocking=True),  # not pinned
         lambda x: torch.tensor([1, 2], device="cuda"),
@@ -95,6 +96,7 @@ def test_what_does_not_wait_is_let_through() -> None:
     torch.cuda.set_sync_debug_mode("error")
     x += pinned(1, 2, 3).to("cuda", non_blocking=True)
     x[torch.arange(2, device="cuda")] = 0.0
+    assert x.repeat_interleave(torch.ones(3, device="cuda").int(), output_size=3).shape == (3,)
     host = torch.empty(3, pin_memory=True)
     host.copy_(x, non_blocking=True)
     torch.cuda.current_stream().synchronize()

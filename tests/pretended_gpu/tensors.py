@@ -137,9 +137,8 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if device is not None:
         kwargs = {**kwargs, "device": CPU}
     _check_devices(func, packet, given)
-    if packet in WAITS or _has_mask(packet, args):
+    if packet in WAITS or _has_mask(packet, args) or _asks_for_a_size(func, kwargs):
         streams.wait_for_device(str(func))
-
     here = _launched(on_gpu)
     unwrapped = tree_map(_values, (args, kwargs))
 
@@ -264,6 +263,12 @@ def _has_mask(packet: Any, args: Any) -> bool:
     if packet not in (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_):
         return False
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _asks_for_a_size(func: Any, kwargs: dict[str, Any]) -> bool:
+    """How long the result is, is the sum of the repeats, unless it is given."""
+    is_repeat = func in (aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor)
+    return is_repeat and kwargs.get("output_size") is None
 
 
 def _is_view(func: Any, results: Any, given: list[Tensor]) -> bool:
