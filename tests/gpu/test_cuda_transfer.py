@@ -41,7 +41,7 @@ def test_blocks_that_went_and_came_back_change_no_token(
     """Prompts take turns in a cache that holds few of them, and some come again, alone and together."""
     torch.set_float32_matmul_precision("highest")
     first = random_prompts(8)
-    prompts = first + first[::-1] + [{"prompt_token_ids": p["prompt_token_ids"][:-3] + [7]} for p in first]
+    prompts = first + first[::-1] + [{"prompt_token_ids": [*p["prompt_token_ids"][:-3], 7]} for p in first]
     with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
         expected = answers(llm, prompts)
     config: dict[str, Any] = {"kv_connector": connector}

@@ -53,7 +53,7 @@ NOT_RUN_HERE = {
     "~/gpu-code/bin/python -m tests.gpu_code",
     "pytest -p tests.pretended_gpu.plugin -n0 tests/gpu",  # test_pretended_gpu.py does
     "PRETENDED_GPUS=2 pytest -p tests.pretended_gpu.plugin -n0 tests/gpu/test_cuda_workers.py",  # so here
-    "PRETENDED_GPU_FOR_ALL=1 pytest -p tests.pretended_gpu.plugin -n0 tests/spec_decode",
+    "PRETENDED_GPU_FOR_ALL=1 pytest -p tests.pretended_gpu.plugin -n0 tests/end_to_end/test_states.py",
 }
 NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
 
