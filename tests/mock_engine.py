@@ -80,7 +80,7 @@ class MockWorker:
         return output
 
 
-def load_core(args: EngineArgs, seat: None = None) -> tuple[EngineCore, DecoderStandIn]:
+def load_core(args: EngineArgs, seat: None = None, number: int = 0) -> tuple[EngineCore, DecoderStandIn]:
     """model: "mock", or "mock:0.01" for steps of 10 ms, or the way in which loading fails."""
     kind, _, seconds = args.model.partition(":")
     if kind == "no-config":

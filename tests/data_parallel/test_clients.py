@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from minivllm.config import EngineArgs
 from minivllm.data_parallel import replicas
 from minivllm.data_parallel.clients import AsyncDataParallelClient, DataParallelClient
 from minivllm.data_parallel.policy import PrefixAffinity, RoundRobin, RoutingPolicy
-from minivllm.data_parallel.replicas import Replica, start_engines
+from minivllm.data_parallel.replicas import Connect, Replica, start_engines
 from minivllm.device.cores import share_of_cores
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient
@@ -39,11 +38,10 @@ from tests.mock_engine import COMMAND, HANG, RAISE, expected_tokens
 from tests.patience import ERROR_SECONDS, spare_seconds
 
 
-def connector(model: str = "mock", size: int = 2, **arguments: Any) -> Callable[[], EngineConnection]:
+def connector(model: str = "mock", size: int = 2, **arguments: Any) -> Connect:
     args = EngineArgs(model=model, data_parallel_size=size, **arguments)
-    return partial(
-        EngineConnection, args, COMMAND, environment=share_of_cores(args.data_parallel_size), wait=False
-    )
+    environment = share_of_cores(args.data_parallel_size)
+    return lambda number: EngineConnection(args, COMMAND, environment=environment, number=number, wait=False)
 
 
 def client_of(
@@ -357,7 +355,7 @@ def test_an_engine_that_dies_as_soon_as_it_serves_again_is_started_once_more(
             client = engines_of(llm)
             async with client._changing:  # some call to all engines is under way
 
-                async def dying(self: Replica, connect: Callable[[], EngineConnection]) -> AsyncProcessClient:
+                async def dying(self: Replica, connect: Connect) -> AsyncProcessClient:
                     nonlocal num_starts
                     started = await start(self, connect)
                     num_starts += 1
@@ -406,9 +404,10 @@ def test_an_engine_that_does_not_start_again_is_tried_later_and_later(
         good, bad = connector(), connector("no-model")
         two = start_engines(good, 2)
 
-        def connect() -> EngineConnection:
+        def connect(number: int) -> EngineConnection:
+            assert number == 1, "the one that died, with its GPUs"
             starts.append(time.monotonic())
-            return bad() if len(starts) < 4 else good()
+            return bad(number) if len(starts) < 4 else good(number)
 
         async with AsyncLLM(AsyncDataParallelClient(two, connect, PrefixAffinity())) as llm:
             os.kill(engines_of(llm).pids[1], signal.SIGKILL)
@@ -465,7 +464,7 @@ def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(
     for order in ([bad], [good, bad, good]):
         waiting = iter(order)
         with pytest.raises(ConfigError, match="max_model_len is 1, but must be 2"):
-            start_engines(lambda waiting=waiting: next(waiting)(), len(order))  # type: ignore[misc]
+            start_engines(lambda number, waiting=waiting: next(waiting)(number), len(order))  # type: ignore[misc]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -473,8 +472,8 @@ def test_the_first_engine_starts_alone_so_that_the_others_find_what_it_compiled(
     happened: list[str] = []
 
     class Started:
-        def __init__(self) -> None:
-            self.name = f"engine {sum(one.endswith('starts') for one in happened)}"
+        def __init__(self, number: int) -> None:
+            self.name = f"engine {number}"
             happened.append(f"{self.name} starts")
 
         def wait_until_ready(self) -> None:
