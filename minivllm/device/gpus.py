@@ -34,6 +34,14 @@ def gpus_of_engine(number: int, num_workers: int) -> dict[str, str]:
     return {VISIBLE: ",".join(dict.fromkeys(gpus[place % len(gpus)] for place in places))} if gpus else {}
 
 
+def take_gpus(number: int, num_engines: int, num_workers: int, is_sized: bool) -> None:
+    """Let this process see only the GPUs of its engine, before it uses any; nothing where there are none.
+    number: among the engines. num_workers: of each. is_sized: see ``check_gpus``. Raises ConfigError."""
+    if visible_gpus():
+        check_gpus(num_engines * num_workers, is_one_host=True, is_sized=is_sized)
+        os.environ.update(gpus_of_engine(number, num_workers))
+
+
 def workers_share_gpus(num_workers: int) -> bool:
     """Whether an engine's workers cannot have a GPU each, for which NCCL has no use."""
     return num_workers > len(visible_gpus())

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from minivllm.checkpoints.choose import choose_implementation, read_model_facts
 from minivllm.config import (
     DTYPE_NAMES,
     CacheConfig,
-    CudaGraphMode,
     Device,
     EngineArgs,
     EngineConfig,
@@ -30,6 +29,7 @@ from minivllm.device.gpus import check_gpus
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
 from minivllm.families.makers.registry import load_family
+from minivllm.graphs.mode import resolve_graph_mode
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
@@ -40,7 +40,6 @@ from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 from minivllm.specs.decoder import DecoderConfig
 from minivllm.specs.facts import ModelFacts
-from minivllm.specs.layers import LatentSpec
 
 logger = logging.getLogger(__name__)
 
@@ -323,59 +322,6 @@ def resolve_background(args: EngineArgs, device: str) -> bool:
     return (
         args.speculative_config is None and not args.shares_experts and args.executor != "external_launcher"
     )
-
-
-def resolve_graph_mode(
-    mode: str | None,
-    device: str,
-    enforce_eager: bool,
-    facts: ModelFacts | None = None,
-    *,
-    attention: str = "flex",
-    has_staged_images: bool = False,
-) -> CudaGraphMode:
-    """What cudagraph_mode means on this device. Raises ConfigError.
-
-    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
-    Attention over latents stays outside graphs: what it gathers grows with the contexts. So does "sdpa",
-    whose loop goes over the rows of a step, and, left open, any other backend. has_staged_images: only the
-    first stage of a pipeline knows which steps read images, for which there are no graphs.
-    """
-    if device != "cuda":
-        if mode not in (None, "none"):
-            raise ConfigError(
-                f"cudagraph_mode is {mode!r}, but graphs need a CUDA device and this engine runs on a "
-                f"{device}."
-            )
-        return "none"
-    has_latents = isinstance(facts, DecoderConfig) and any(
-        isinstance(layer.mixer, LatentSpec) for layer in facts.layers
-    )
-    if has_staged_images and mode not in (None, "none"):
-        raise ConfigError(
-            f"cudagraph_mode is {mode!r}, but stages of a pipeline capture no graphs of a model that sees "
-            "images: use 'none', or leave images out with limit_mm_per_prompt."
-        )
-    if mode is None:
-        if (
-            enforce_eager
-            or has_staged_images
-            or (facts is not None and facts.implementation == "transformers")
-        ):
-            return "none"
-        is_captured = attention in ("flex", "flex-shared") and not has_latents
-        return "full_and_piecewise" if is_captured else "piecewise"
-    if attention == "sdpa" and mode not in ("none", "piecewise"):
-        raise ConfigError(
-            f"cudagraph_mode is {mode!r}, but attention_backend='sdpa' cannot be captured: use 'piecewise' "
-            "or 'none'."
-        )
-    if has_latents and mode not in ("none", "piecewise"):
-        raise ConfigError(
-            f"cudagraph_mode is {mode!r}, but attention over latents cannot be captured: use 'piecewise' or "
-            "'none'."
-        )
-    return cast(CudaGraphMode, mode)
 
 
 def resolve_async_scheduling(args: EngineArgs, device: Device, facts: ModelFacts | None = None) -> bool:

@@ -7,10 +7,10 @@ Nothing here imports torch before a core is loaded into this very process.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
+from minivllm.device.gpus import take_gpus
 from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
 from minivllm.engine_process.protocol.clients import EngineClient
@@ -90,8 +90,7 @@ def load_core(
     if args.executor in CLIENTS:
         raise ConfigError(
             f"distributed_executor_backend is {args.executor!r}, which is for LLM and generate in the "
-            "processes that "
-            "torchrun started: here the engine has a process of its own."
+            "processes that torchrun started: here the engine has a process of its own."
         )
     choose_wait_policy()
     logger.info("Importing torch …")
@@ -103,25 +102,14 @@ def load_core(
         start = _load(
             args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor]
         )
-    _take_gpus(args, number)
+    if args.data_parallel_size > 1 and args.device != "cpu" and not args.shares_experts:
+        take_gpus(number, args.data_parallel_size, args.num_workers, args.sizes_cache)
     args = args if args.executor == "uni" else args.for_another_process()
     lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
         config, facts = resolve(args)
         executor = start(ExecutorContext(args, config, facts, seat))
         return EngineCore(executor.config, executor, lockstep), facts
-
-
-def _take_gpus(args: EngineArgs, number: int) -> None:
-    """Let this process see only the GPUs of its engine, before it uses any. number: among several engines.
-    Raises ConfigError if there are not enough."""
-    if args.data_parallel_size == 1 or args.shares_experts or args.device == "cpu":
-        return
-    from minivllm.device.gpus import check_gpus, gpus_of_engine, visible_gpus
-
-    if visible_gpus():
-        check_gpus(args.data_parallel_size * args.num_workers, is_one_host=True, is_sized=args.sizes_cache)
-        os.environ.update(gpus_of_engine(number, args.num_workers))
 
 
 def _load(args: EngineArgs, path: str) -> Any:

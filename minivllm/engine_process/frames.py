@@ -31,9 +31,8 @@ class MalformedFrame(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message, through a pipe.
-    directory: of the sockets; identity: on ROUTER; seat: see EngineSeat; number: among engines that share a
-    machine."""
+    """The first message, through a pipe. directory: of the sockets; identity: on ROUTER; seat: see
+    EngineSeat; number: among engines that share a machine."""
 
     args: EngineArgs
     directory: str

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from minivllm import LLM
 from minivllm.batch.layer_caches import allocate_caches, block_bytes, kv_groups
 from minivllm.checkpoints.hf_config import build_decoder_config
-from minivllm.engine.resolve import resolve_graph_mode
 from minivllm.errors import ConfigError, ModelError
+from minivllm.graphs.mode import resolve_graph_mode
 from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import Int8Linear
