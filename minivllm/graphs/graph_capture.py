@@ -43,8 +43,8 @@ class GraphCapture:
         self.num_graphs = 0
 
     def __enter__(self) -> GraphCapture:
-        self._breaks.__enter__()
         self._backend.begin()
+        self._breaks.__enter__()
         return self
 
     def __exit__(
