@@ -28,7 +28,7 @@ from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
-from minivllm.scheduler.step_plan import StepPlan
+from minivllm.scheduler.steps.step_plan import StepPlan
 from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Lesson
 

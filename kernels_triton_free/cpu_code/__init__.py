@@ -3,6 +3,7 @@
 Without these changes regions compile as PyTorch alone compiles them.
 
 Annex: plugs in at CODE_GENERATORS.
-May import: kernels_triton_free, kernels_triton_free.compiler, kernels_triton_free.packed.
+May import: kernels_triton_free, kernels_triton_free.compiler, kernels_triton_free.cpu_code.loops,
+kernels_triton_free.packed.
 Door: `install` in install.py.
 """

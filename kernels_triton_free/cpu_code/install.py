@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kernels_triton_free.cpu_code.loops.whole_number_loops import generate_whole_number_loops
+from kernels_triton_free.cpu_code.loops.word_loops import generate_word_loops
 from kernels_triton_free.cpu_code.patches import patch_inductor
 from kernels_triton_free.cpu_code.template import generate_tiled_products
-from kernels_triton_free.cpu_code.whole_number_loops import generate_whole_number_loops
-from kernels_triton_free.cpu_code.word_loops import generate_word_loops
 
 
 def install() -> None:

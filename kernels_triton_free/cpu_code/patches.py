@@ -15,7 +15,6 @@ only where that is always enough.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable
 from functools import lru_cache
@@ -27,14 +26,13 @@ import kernels_triton_free.compiler.materialize
 import kernels_triton_free.compiler.quick_silu
 import kernels_triton_free.linear  # noqa: F401  (they define operators)
 from kernels_triton_free.compiler.as_one import AS_ONE
+from kernels_triton_free.compiler.changes import try_to_change
 from kernels_triton_free.cpu_code.build_time import (
     find_strides_without_simplifying,
     include_no_tensor_library,
     leave_out_checks_of_inputs,
     make_rules_of_dtypes_once,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)
@@ -65,15 +63,6 @@ def patch_inductor() -> None:
         _count_in_32_bits_within_bounds,
     ):
         try_to_change(patch)
-
-
-def try_to_change(patch: Callable[[], None]) -> None:
-    """PyTorch promises to keep none of these interfaces:
-    where one has gone, code is as slow as it would be anyway."""
-    try:
-        patch()
-    except (ImportError, AttributeError) as error:
-        logger.warning("PyTorch %s cannot be changed by %s: %s.", torch.__version__, patch.__name__, error)
 
 
 def _contract_products_and_sums() -> None:

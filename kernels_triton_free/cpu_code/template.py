@@ -18,7 +18,7 @@ import torch
 
 import kernels_triton_free.packed.int4_tiles
 import kernels_triton_free.packed.int8_tiles  # noqa: F401  (they define operators)
-from kernels_triton_free.cpu_code.patches import try_to_change
+from kernels_triton_free.compiler.changes import try_to_change
 from kernels_triton_free.packed.int8_tiles import TOGETHER
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, OUTPUTS, outputs_of_tiles
 

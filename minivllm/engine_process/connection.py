@@ -47,9 +47,8 @@ class EngineConnection:
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a
     traceback. command: what to run instead of this package's engine; it gets two file descriptors as further
     arguments. environment: variables of the process besides those of this one. number: among engines that
-    share a machine. seat: among engines that share
-    experts. wait: return when the engine serves; otherwise ``wait_until_ready`` must be called before
-    anything else.
+    share a machine. seat: among engines that share experts. wait: return when the engine serves; otherwise
+    ``wait_until_ready`` must be called before anything else.
     """
 
     ready: frames.Ready

@@ -47,8 +47,8 @@ from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.admission import AdmissionPolicy, reason_to_refuse
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
-from minivllm.scheduler.stage_share import stage_share
-from minivllm.scheduler.step_plan import InFlightStep, StepPlan, StepTurns
+from minivllm.scheduler.steps.stage_share import stage_share
+from minivllm.scheduler.steps.step_plan import InFlightStep, StepPlan, StepTurns
 from minivllm.stop_conditions.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256

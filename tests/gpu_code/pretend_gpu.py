@@ -52,17 +52,12 @@ def pretend_gpu(card: Card) -> None:
     _answer_for_triton(card)
 
 
-def _answer_for_cuda(card: Card) -> None:
-    """Before torch._dynamo is imported, whose ``CudaInterface`` keeps some of these functions.
-    A few it has anyway."""
+def answers_of(card: Card) -> dict[str, Callable[..., Any]]:
+    """What ``torch.cuda`` says where this card is there, by the names of its functions."""
     if torch.version.cuda is None:
         torch.version.cuda = "13.0"  # heuristics ask with which toolkit PyTorch was built
     state = torch.zeros(16, dtype=torch.uint8)
-
-    def raw_stream(device: int = 0) -> int:
-        return 0
-
-    answers: dict[str, Callable[..., Any]] = {
+    return {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -82,6 +77,16 @@ def _answer_for_cuda(card: Card) -> None:
         "_maybe_exchange_device": lambda device: 0,
         "_lazy_init": lambda: None,
     }
+
+
+def _answer_for_cuda(card: Card) -> None:
+    """Before torch._dynamo is imported, whose ``CudaInterface`` keeps some of these functions.
+    A few it has anyway."""
+
+    def raw_stream(device: int = 0) -> int:
+        return 0
+
+    answers = answers_of(card)
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch._C._cuda_getCurrentRawStream = raw_stream  # imported by the modules that Inductor writes

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from kernels_triton_free.cpu_code.loops.word_loops import generate_word_loops
 from kernels_triton_free.cpu_code.patches import patch_inductor
-from kernels_triton_free.cpu_code.word_loops import generate_word_loops
 from kernels_triton_free.packed.code_words import (
     LANES,
     MANY_ROWS,

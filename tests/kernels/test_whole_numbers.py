@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels_triton_free.cpu_code.loops.whole_number_loops import ROWS_TOGETHER, generate_whole_number_loops
 from kernels_triton_free.cpu_code.patches import patch_inductor
-from kernels_triton_free.cpu_code.whole_number_loops import ROWS_TOGETHER, generate_whole_number_loops
 from kernels_triton_free.packed.whole_numbers import (
     DTYPES,
     LARGEST_NUMBER,

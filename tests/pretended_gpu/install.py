@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu_code.pretend_gpu import Card, register_device_guard
+from tests.gpu_code.pretend_gpu import Card, answers_of, register_device_guard
 from tests.pretended_gpu import attention, graphs, streams
 from tests.pretended_gpu.tensors import OnGpu
 
@@ -47,27 +47,14 @@ def _count() -> int:
 
 
 def _answer_for_cuda(card: Card) -> None:
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
+    answers = answers_of(card) | {
         "is_initialized": lambda: True,
         "init": lambda: None,
-        "_lazy_init": lambda: None,
         "device_count": _count,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "get_device_properties": lambda device=None: card,
-        "get_device_capability": lambda device=None: (card.major, card.minor),
-        "get_device_name": lambda device=None: card.name,
-        "get_arch_list": lambda: [f"sm_{card.major}{card.minor}"],
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
-        "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda *args, **kwargs: None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "Stream": streams.Stream,
@@ -85,8 +72,6 @@ def _answer_for_cuda(card: Card) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    if torch.version.cuda is None:
-        torch.version.cuda = "13.0"
 
 
 def _pretend_in_every_thread() -> None:

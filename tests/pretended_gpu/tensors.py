@@ -92,7 +92,7 @@ class PretendedTensor(Tensor):
         return self.values.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{self.values!r}[:-1], device='cuda:0')"
+        return f"{repr(self.values)[:-1]}, device='cuda:0')"
 
 
 class OnGpu(TorchDispatchMode):

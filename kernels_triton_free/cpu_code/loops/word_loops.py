@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from kernels_triton_free.cpu_code.patches import try_to_change
-from kernels_triton_free.cpu_code.row_sums import rows_together, sum_up, sum_up_rows
+from kernels_triton_free.compiler.changes import try_to_change
+from kernels_triton_free.cpu_code.loops.row_sums import rows_together, sum_up, sum_up_rows
 from kernels_triton_free.packed.code_words import (
     AT_16,
     AT_256,

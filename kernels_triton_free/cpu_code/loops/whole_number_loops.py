@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import kernels_triton_free.packed.whole_numbers  # noqa: F401  (defines the operator)
-from kernels_triton_free.cpu_code.patches import try_to_change
-from kernels_triton_free.cpu_code.row_sums import rows_together, sum_up_rows
+from kernels_triton_free.compiler.changes import try_to_change
+from kernels_triton_free.cpu_code.loops.row_sums import rows_together, sum_up_rows
 
 ROWS_TOGETHER = 8
 """Rows with sums of their own in a loop. On two cores of Zen 3 4, 6, 10, 12 and 16 were no faster."""

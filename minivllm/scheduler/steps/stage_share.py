@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from minivllm.request import Request
-from minivllm.scheduler.step_plan import InFlightStep
+from minivllm.scheduler.steps.step_plan import InFlightStep
 
 
 def stage_share(
