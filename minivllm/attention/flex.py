@@ -84,6 +84,7 @@ class FlexAttention:
             self._single = short("decode attention", 1, self.decode_batches)
             self._few = short("verify attention", context.few_tokens) if context.few_tokens > 1 else None
         self.settles = self._single.settles  # drafts are single tokens or few
+        self.captures_few = self._few is not None
         dtype = policy.prompt_attention_dtype(context.dtype)
         size = policy.query_tile_size(context.query_group, dtype)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
@@ -97,6 +98,11 @@ class FlexAttention:
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of few tokens, then those of prompt chunks."""
+        if rows.num_short:
+            assert self._few is not None
+            tiles = self._few.prepare(rows, 0, rows.num_short, rows.num_padded)
+            whole = TilePart(self._few, 0, rows.num_padded, tiles)
+            return FlexMetadata(rows.num_padded, (whole,), is_one=False)
         num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
         single = rows.num_single
         if self._few is None and rows.num_few and self._takes_pairs(rows):

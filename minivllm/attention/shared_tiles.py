@@ -148,6 +148,7 @@ class SharedFlexAttention(FlexAttention):
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         super().__init__(context, rule)
         self.settles = False  # tiles of several rows are made for positions that the host knows
+        self.captures_few = False  # their number is not that of the rows
         self._device = context.device
         self._shared = SharedTiles(context, rule)
         self._sharing = Sharing(context, self._shared.size, always=self.always)

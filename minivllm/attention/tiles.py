@@ -144,6 +144,11 @@ class QueryTiles:
                 self._list_names[reach] = names
                 fields |= {name: (capacity, 1, 1, *([] if "count" in name else [width])) for name in names}
         self._buffer = StagingBuffer(fields, context.device, depth=context.launches_ahead)
+        # What a graph reads of the order of chunks has a place, as lists have.
+        self._chunks: list[Tensor] = []
+        if fixed_lists and size > 1:
+            shape = 2, capacity * size * context.kv_heads
+            self._chunks = [*torch.zeros(shape, dtype=torch.int32, device=context.device)]
         self._has_batches = bool(batches)
         self._kernels: dict[tuple[AttentionSpec, int | None], tuple[Callable, Reach]] = {}
         for batch in batches or (None,):
@@ -220,9 +225,9 @@ class QueryTiles:
             **sinks,
         }
 
-    def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
+    def prepare(self, rows: StepRows, first_token: int, least: int, least_tokens: int = 0) -> Tiles:
         """Tiles of these rows, whose tokens begin with token ``first_token`` of the step;
-        at least ``least``."""
+        at least ``least``, from which at least ``least_tokens`` are unpacked."""
         self._buffer.begin()
         host, device, size = self._buffer.host, self._buffer.device, self.size
         packing: tuple[Tensor, ...] = ()
@@ -244,8 +249,10 @@ class QueryTiles:
             tile_tokens[len(cut.row) : count] = 0
             places = np.flatnonzero(cut.is_query)
             places = places[np.argsort(tile_tokens[: len(cut.row)][cut.is_query])]
+            num_tokens = max(len(places), least_tokens)
             host["token_places"][: len(places)] = places
-            packing = device["tile_tokens"][: count * size], device["token_places"][: len(places)]
+            host["token_places"][len(places) : num_tokens] = 0
+            packing = device["tile_tokens"][: count * size], device["token_places"][:num_tokens]
         seen = {reach: bounds_of(cut.position, self._read_reach(reach), ahead) for reach in self._bound_names}
         read = self._read(rows, cut, seen, count, groups)
         for reach, bounds in read.bounds.items():
@@ -256,7 +263,10 @@ class QueryTiles:
         self._buffer.commit()
         if packing:
             heads = self._context.kv_heads
-            packing += chunks_of_tiles(packing[0], size, heads), chunks_of_tokens(packing[1], size, heads)
+            chunks = [chunks_of_tiles(packing[0], size, heads), chunks_of_tokens(packing[1], size, heads)]
+            if self._chunks:
+                chunks = [place[: len(new)].copy_(new) for place, new in zip(self._chunks, chunks)]
+            packing += (*chunks,)
         sent = {
             reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()
         }

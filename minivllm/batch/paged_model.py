@@ -256,20 +256,26 @@ class PagedModel:
         )
 
     @property
+    def captured_few(self) -> int:
+        """Most tokens of a row in graphs of rows with few tokens; 0: there can be none."""
+        can = not self._state_rows and all(getattr(each, "captures_few", False) for each in self.backends)
+        return self._few_tokens if can else 0
+
+    @property
     def decode_batches(self) -> list[int]:
         """Numbers of single-token rows of which each needs a step of its own in the warm-up."""
         by_backends = (batch for backend in self.backends for batch in backend.decode_batches)
         return sorted({1, self.rows.few or 1, *by_backends})
 
-    def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
-        """The inputs of a step with these rows, in any order, valid until the next call. padded: see
-        StepInputBuilder."""
+    def build(self, rows: Sequence[Row], padded: int = 0, num_short: int = 0) -> StepInputs:
+        """The inputs of a step with these rows, in any order, valid until the next call. padded, num_short:
+        see StepInputBuilder."""
         least = self.rows.of_step(sum(row.count for row in rows))
         prepare: Callable[[StepRows], Any] = self._prepare
         if self._replays:
             drafts = {row.request.slot: len(row.drafts) for row in rows if row.drafts}
             prepare = partial(self._prepare, drafts=drafts)
-        inputs = self._builder.build(rows, max(padded, least), prepare)
+        inputs = self._builder.build(rows, max(padded, least), prepare, num_short)
         self.attention_seconds = AttentionSeconds(self._expected_seconds(inputs))
         return inputs
 

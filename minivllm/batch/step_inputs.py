@@ -173,15 +173,19 @@ class StepInputBuilder:
             device[name][:total] = tables.cache_slots_on_device(own, true)
         return shift
 
-    def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
+    def build(
+        self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any], num_short: int = 0
+    ) -> StepInputs:
         """Returns views of the persistent buffers, valid until the next call.
 
         padded: the number of tokens to pad to, at least. No rows and some padding make a step that touches
-        nothing but the null block. prepare: of the attention backend.
+        nothing but the null block. prepare: of the attention backend. num_short: see StepRows.
         """
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
         ordered, num_single, num_few = in_step_order(rows, self._few_tokens)
+        if num_short and (num_single + num_few < len(ordered) or len(ordered) > num_short):
+            raise ValueError(f"A graph of {num_short} rows with few tokens cannot hold these rows.")
         slots = np.fromiter([row.request.slot for row in ordered], np.int64, len(ordered))
         starts = np.fromiter([row.start for row in ordered], np.int64, len(ordered))
         ahead = None
@@ -210,7 +214,9 @@ class StepInputBuilder:
             values[total:padded] = 0
         self._buffer.commit()
         self._batch.flush()
-        row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded, ahead)
+        if num_short:
+            num_single, num_few = 0, len(ordered)
+        row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded, ahead, num_short=num_short)
         if self._batch.true_lengths is not None:
             unsure = np.fromiter([row.request.num_unsure_tokens for row in ordered], np.int64, len(ordered))
             if unsure.any():

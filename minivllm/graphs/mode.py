@@ -62,3 +62,11 @@ def resolve_graph_mode(
             "'none'."
         )
     return cast(CudaGraphMode, mode)
+
+
+def graph_mode_of_draft(mode: CudaGraphMode, facts: ModelFacts, attention: str = "flex") -> CudaGraphMode:
+    """What is captured of a draft model: no more than of the target, whose mode is given, nor than can be."""
+    possible = resolve_graph_mode(None, "cuda", False, facts, attention=attention)
+    if possible == "full_and_piecewise":
+        return mode
+    return "piecewise" if possible == "piecewise" and mode in ("piecewise", "full_and_piecewise") else "none"

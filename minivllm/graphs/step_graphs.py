@@ -1,8 +1,10 @@
 """Which steps replay a graph: buckets of sizes, one capture for each, and the dispatcher that picks one.
 
-Steps of decodes alone replay one FULL graph, from token ids to logits. Steps with chunks of prompts replay
-PIECEWISE segments between the attention calls, as long as they are not large: from a few hundred tokens on,
-launching is no longer what takes the time. (vLLM V1's ``full_and_piecewise``.)
+Steps of decodes alone replay one FULL graph, from token ids to logits. So do steps that verify drafts: a
+graph of R rows has room for the most tokens of a verified row in each, R * (1 + k) of them, and its tiles say
+which tokens a row really has. Steps with chunks of prompts replay PIECEWISE segments between the attention
+calls, as long as they are not large: from a few hundred tokens on, launching is no longer what takes the
+time. (vLLM V1's ``full_and_piecewise``.)
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minivllm.batch.paged_model import PagedModel
-from minivllm.batch.step_inputs import StepInputs
+from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.config import CudaGraphMode
 from minivllm.graphs.graph_capture import CudaGraphs, GraphBackend, GraphCapture
 from minivllm.models.model import AttendWeights, Hidden
@@ -31,6 +33,9 @@ from minivllm.specs.layers import StateMixerSpec
 logger = logging.getLogger(__name__)
 
 MAX_PIECEWISE_TOKENS = 512
+PADDED_FREELY, MOST_PADDED = 64, 2
+"""Tokens of a graph of rows with few tokens: padding to so many takes a GPU little, since it reads the
+weights once for all of them; else at most so many for each token that a step has."""
 
 
 def decode_buckets(max_num_seqs: int, least: int = 1) -> list[int]:
@@ -50,6 +55,13 @@ def token_buckets(max_num_batched_tokens: int) -> list[int]:
     return sorted({size for size in sizes if size < largest} | {max(2, largest)})
 
 
+def verify_buckets(max_num_seqs: int, few_tokens: int, max_num_batched_tokens: int) -> list[int]:
+    """Numbers of rows of FULL graphs in which each row has up to ``few_tokens``, as many as
+    PIECEWISE graphs would take."""
+    most = min(MAX_PIECEWISE_TOKENS, max_num_batched_tokens) // few_tokens if few_tokens > 1 else 0
+    return decode_buckets(min(max_num_seqs, most)) if most else []
+
+
 def bucket_for(size: int, buckets: list[int]) -> int | None:
     """The smallest bucket that holds size, None if none does."""
     return next((bucket for bucket in buckets if bucket >= size), None)
@@ -66,10 +78,11 @@ class StepHidden:
 
 @dataclass(frozen=True)
 class GraphChoice:
-    """The graph a step replays, and the number of tokens it is padded to."""
+    """The graph a step replays, and the number of tokens it is padded to. num_short: see StepRows."""
 
-    kind: Literal["full", "piecewise"]
+    kind: Literal["full", "verify", "piecewise"]
     num_tokens: int
+    num_short: int = 0
 
 
 @dataclass
@@ -102,10 +115,11 @@ class StepGraphs:
             if mode in ("full_decode", "full_and_piecewise")
             else []
         )
+        self._few_tokens = model.captured_few if self.full_buckets else 0
+        self.verify_buckets = verify_buckets(max_num_seqs, self._few_tokens, max_num_batched_tokens)
         piecewise = mode in ("piecewise", "full_and_piecewise")
         self.piecewise_buckets = token_buckets(max_num_batched_tokens) if piecewise else []
-        self._full: dict[int, _Captured] = {}
-        self._piecewise: dict[int, _Captured] = {}
+        self._captured: dict[GraphChoice, _Captured] = {}
         self._inputs: StepInputs | None = None
         own = model.model
         widths = [_output_width(cache, spec) for cache, spec in model.layers]
@@ -117,39 +131,49 @@ class StepGraphs:
     def choose(self, counts: list[int], *, in_pieces: bool = False) -> GraphChoice | None:
         """The graph for a step with that many tokens of each request;
         None where calling the regions is as good. in_pieces: see ``PagedModel.runs_in_pieces``."""
-        num_tokens = sum(counts)
-        is_plain = max(counts) == 1 and not in_pieces
+        num_tokens, most, few = sum(counts), max(counts), self._few_tokens
+        is_plain = most == 1 and not in_pieces
         if is_plain and (size := bucket_for(num_tokens, self.full_buckets)) is not None:
             return GraphChoice("full", size)
+        size = bucket_for(len(counts), self.verify_buckets) if 1 < most <= few and not in_pieces else None
+        if size is not None and size * few <= max(PADDED_FREELY, MOST_PADDED * num_tokens):
+            return GraphChoice("verify", size * few, size)
         if (size := bucket_for(num_tokens, self.piecewise_buckets)) is not None:
             return GraphChoice("piecewise", size)
         return None
 
-    def capture(self, make_inputs: Callable[[int], StepInputs]) -> None:
-        """Capture all buckets, largest first, so that the smaller ones reuse the memory of the larger.
-
-        make_inputs(n): a step of n decodes in the buffers of every later step,
-        which touches only the null block.
-        """
+    def capture(self) -> None:
+        """Capture all buckets, largest first, so that the smaller ones reuse the memory of the larger: steps
+        of padding in the buffers of every later step, which touch only the null block."""
+        few = self._few_tokens
+        choices = [
+            *(GraphChoice("piecewise", size) for size in reversed(self.piecewise_buckets)),
+            *(GraphChoice("verify", size * few, size) for size in reversed(self.verify_buckets)),
+            *(GraphChoice("full", size) for size in reversed(self.full_buckets)),
+        ]
         with _no_garbage_collection():
-            for size in reversed(self.piecewise_buckets):
-                self._piecewise[size] = self._capture("piecewise", make_inputs(size), self._piecewise_step)
-            for size in reversed(self.full_buckets):
-                self._full[size] = self._capture("full", make_inputs(size), self._full_step)
+            for choice in choices:
+                self._captured[choice] = self._capture(choice)
         logger.info(
-            "Captured graphs (%s): full for %s decodes, piecewise for %s tokens, %.0f MiB.",
+            "Captured graphs (%s): full for %s decodes and %s rows with drafts, piecewise for %s tokens, "
+            "%.0f MiB.",
             self.mode,
             self.full_buckets or "no",
+            self.verify_buckets or "no",
             self.piecewise_buckets or "no",
             self._backend.memory_used() / 2**20,
         )
+
+    def build(self, rows: Sequence[Row], choice: GraphChoice) -> StepInputs:
+        """The inputs of a step with these rows, padded to what its graph takes."""
+        return self._model.build(rows, choice.num_tokens, choice.num_short)
 
     def forward(self, inputs: StepInputs, choice: GraphChoice) -> StepHidden:
         """Replay the graph that ``choose`` chose. Results are overwritten by the next replay.
 
         inputs: padded to choice.num_tokens. Raises RuntimeError if they are not where they were at capture.
         """
-        captured = (self._full if choice.kind == "full" else self._piecewise)[choice.num_tokens]
+        captured = self._captured[choice]
         if _addresses(inputs, choice.kind) != captured.addresses:
             raise RuntimeError(
                 f"The inputs of a {choice.kind} graph for {choice.num_tokens} tokens moved since it was "
@@ -161,10 +185,9 @@ class StepGraphs:
         self._inputs = None
         return captured.hidden
 
-    def _capture(
-        self, kind: str, inputs: StepInputs, step: Callable[[StepInputs, GraphCapture], StepHidden]
-    ) -> _Captured:
-        capture = GraphCapture(self._backend)
+    def _capture(self, choice: GraphChoice) -> _Captured:
+        inputs, capture = self.build([], choice), GraphCapture(self._backend)
+        step = self._piecewise_step if choice.kind == "piecewise" else self._full_step
         if isinstance(self._backend, CudaGraphs):
             # A first run outside the graph lets libraries allocate what they want to keep.
             torch.cuda.synchronize()
@@ -177,7 +200,7 @@ class StepGraphs:
         else:
             with capture:
                 hidden = step(inputs, capture)
-        return _Captured(capture, _addresses(inputs, kind), hidden)
+        return _Captured(capture, _addresses(inputs, choice.kind), hidden)
 
     def _full_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
         hidden = self._model.forward(inputs)
@@ -226,7 +249,8 @@ class _NoCapture(GraphCapture):
 
 def _addresses(inputs: StepInputs, kind: str) -> list[int]:
     """Of all that a graph reads. Features of images would be more than there were at capture."""
-    read = inputs.token_ids, inputs.tokens, inputs.slots, inputs.attention if kind == "full" else ()
+    attention = () if kind == "piecewise" else inputs.attention
+    read = inputs.token_ids, inputs.tokens, inputs.slots, attention
     return [tensor.data_ptr() for tensor in _tensors(read)] + [len(inputs.token_ids)]
 
 

@@ -14,8 +14,9 @@ from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.compilation.compiler import RegionCompiler
-from minivllm.config import SpeculativeConfig
+from minivllm.config import CudaGraphMode, SpeculativeConfig
 from minivllm.device.policy import DevicePolicy
+from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.models.model import HiddenTap, Model
 from minivllm.sampling.sampling_state import SamplingState
 
@@ -75,6 +76,9 @@ class GuessingModel(Protocol):
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy blocks of the caches, and what is known of them;
         int64 [copies], all sources before any target."""
+
+    def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
+        """The target's steps were captured; so may be those of this model."""
 
 
 @dataclass(frozen=True)

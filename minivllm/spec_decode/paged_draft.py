@@ -28,8 +28,11 @@ from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.persistent_batch import WorkerRequest
 from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
+from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import to_device
-from minivllm.models.model import Hidden, HiddenTap, Model
+from minivllm.graphs.graph_capture import GraphBackend
+from minivllm.graphs.step_graphs import StepGraphs, StepHidden
+from minivllm.models.model import HiddenTap, Model
 from minivllm.sampling.sampler import Sampler
 from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, Guesses, GuessingModel
 
@@ -95,6 +98,9 @@ class PagedDraft(Drafter):
     @abstractmethod
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """See GuessingModel."""
+
+    def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
+        """Nothing: what launches few kernels gains little."""
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         # The last guess is computed by verification, so of k guesses k - 1 need a place,
@@ -280,6 +286,23 @@ class DraftDecoder(CachedDraft):
     def __init__(self, context: DraftContext, model: Model) -> None:
         super().__init__(context, model)
         self._width = context.target.model.vocab_size
+        self.graphs: StepGraphs | None = None
+
+    def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
+        """Its passes take the graphs that steps of the target would, with the memory of these."""
+        self.graphs = None
+        if mode == "none":
+            return
+        limits = self._limits
+        graphs = StepGraphs(
+            mode,
+            self._paged,
+            backend,
+            max_num_seqs=limits.max_step_rows,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        graphs.capture()
+        self.graphs = graphs
 
     def _missing(self, row: Row) -> list[Row]:
         places = self._places(row.request.slot, np.arange(row.start))
@@ -287,13 +310,19 @@ class DraftDecoder(CachedDraft):
         start = row.start if is_computed.all() else int(np.argmin(is_computed))
         return [Row(row.request, start, row.start - start)] if start < row.start else []
 
-    def _forward(self, rows: list[Row]) -> tuple[StepInputs, Hidden]:
-        inputs = self._paged.build(rows)
+    def _forward(self, rows: list[Row]) -> tuple[StepInputs, StepHidden]:
+        graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
+        if graph is None or self.graphs is None:
+            inputs = self._paged.build(rows)
+        else:
+            inputs = self.graphs.build(rows, graph)
         if self.model.vocab_size < self._width:
             inputs.token_ids.clamp_(max=self.model.vocab_size - 1)
-        return inputs, self._paged.forward(inputs)
+        if graph is None or self.graphs is None:
+            return inputs, StepHidden(self._paged.forward(inputs))
+        return inputs, self.graphs.forward(inputs, graph)
 
-    def _compute(self, rows: list[Row]) -> Any:
+    def _compute(self, rows: list[Row]) -> tuple[StepInputs, StepHidden]:
         inputs, hidden = self._forward(rows)
         for row in rows:
             end = row.start + row.count
@@ -303,8 +332,10 @@ class DraftDecoder(CachedDraft):
 
     def _logits(self, rows: list[Row]) -> Tensor:
         inputs, hidden = self._compute(rows)
+        if hidden.logits is not None:
+            return self._of_target_width(hidden.logits)
         index = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.model.device)
-        return self._of_target_width(self.model.logits(hidden, index, inputs.tokens))
+        return self._of_target_width(self.model.logits(hidden.hidden, index, inputs.tokens))
 
     def _num_changed(self, num_verified: int) -> int:
         """That of the newest token, and of the last draft, which was never an input. The accepted ones before
@@ -314,7 +345,11 @@ class DraftDecoder(CachedDraft):
     def _last_logits(self, rows: list[Row]) -> tuple[StepInputs, Tensor]:
         inputs, hidden = self._forward(rows)
         index, count = self._paged.last_tokens(inputs)
-        return inputs, self._of_target_width(self.model.logits(hidden, index, inputs.tokens)[:count])
+        if hidden.logits is None:
+            logits = self.model.logits(hidden.hidden, index, inputs.tokens)[:count]
+        else:
+            logits = hidden.logits[index[:count]]
+        return inputs, self._of_target_width(logits)
 
     def _of_target_width(self, logits: Tensor) -> Tensor:
         return torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=-torch.inf)

@@ -202,7 +202,10 @@ class ModelRunner:
             in_pieces = self.paged_model.runs_in_pieces(rows)
             graph = self.graphs.choose([row.count for row in rows], in_pieces=in_pieces)
         with span("prepare"):
-            inputs = self.paged_model.build(rows, 0 if graph is None else graph.num_tokens)
+            if graph is None or self.graphs is None:
+                inputs = self.paged_model.build(rows)
+            else:
+                inputs = self.graphs.build(rows, graph)
             if has_images and self._images is not None:
                 inputs = replace(inputs, tokens=inputs.tokens._replace(images=self._images.rows(inputs)))
         expected = self.paged_model.attention_seconds.expected
@@ -242,8 +245,10 @@ class ModelRunner:
                 )
         return pending
 
-    def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
-        """Capture the steps of all buckets.
+    def capture_graphs(
+        self, mode: CudaGraphMode, backend: GraphBackend, of_drafts: CudaGraphMode = "none"
+    ) -> None:
+        """Capture the steps of all buckets, and those of what the drafter runs. of_drafts: its mode.
         Everything must be compiled, and the cache's null block free to write."""
         graphs = StepGraphs(
             mode,
@@ -253,8 +258,10 @@ class ModelRunner:
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             has_logits=self._is_last_stage,
         )
-        graphs.capture(lambda num_tokens: self.paged_model.build([], num_tokens))
+        graphs.capture()
         self.graphs = graphs
+        for model in self.guessing_models:
+            model.capture_graphs(of_drafts, backend)
 
     @spanned("sample")
     def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:

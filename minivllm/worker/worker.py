@@ -48,7 +48,12 @@ from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.specs.facts import ModelFacts
 from minivllm.worker.loading.cache_size import bytes_of_draft_inputs, groups_of, pool_text, size_groups
-from minivllm.worker.loading.models import check_weights, load_draft_model, load_model
+from minivllm.worker.loading.models import (
+    check_weights,
+    graph_mode_of_drafter,
+    load_draft_model,
+    load_model,
+)
 from minivllm.worker.loading.null_steps import (
     null_step,
     null_verification,
@@ -316,7 +321,7 @@ class Worker:
         mode = self.config.cudagraph_mode
         if mode != "none":
             self.runner.graphs = None
-            self.runner.capture_graphs(mode, CudaGraphs())
+            self.runner.capture_graphs(mode, CudaGraphs(), graph_mode_of_drafter(self.config))
 
     def _measure_verification(self, config: SpeculativeConfig) -> None:
         """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it. All stages

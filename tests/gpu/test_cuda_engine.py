@@ -200,6 +200,33 @@ def test_a_head_that_guesses_changes_no_token(
     with make_llm(config_directory, dtype="float32", speculative_config=speculation, **settings) as llm:
         assert greedy(llm, prompts) == expected
         assert llm.get_metrics().num_draft_tokens > 0
+        graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
+        assert "verify" in {choice.kind for choice in graphs.num_replays}
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_draft_model_replays_graphs_too(config_directory: Path, tmp_path: Path, is_async: bool) -> None:
+    torch.set_float32_matmul_precision("highest")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    prompts = random_prompts(9)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    speculation = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 200, "async_scheduling": is_async}
+    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **settings) as llm:
+        assert greedy(llm, prompts) == expected
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        for graphs, kinds in ((runner.graphs, {"verify"}), (runner.guessing_models[0].graphs, {"full"})):
+            assert {choice.kind for choice in graphs.num_replays} >= kinds
+        llm.sleep(1)
+        llm.wake_up()
+        assert greedy(llm, prompts) == expected
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0
 
 

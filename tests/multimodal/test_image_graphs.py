@@ -154,8 +154,8 @@ def test_drafts_after_images_are_verified_in_graphs(
         (output,) = llm.generate(prompt(text, *images), params)
         assert output.outputs[0].token_ids == expected(directories[kind], text, images, 24)[0]
         assert llm.get_metrics().num_draft_tokens > 0
-        assert watch.steps[False, "piecewise"] > 0, "verification is a piecewise graph"
-        assert not watch.steps[True, "piecewise"] + watch.steps[True, "full"]
+        assert watch.steps[False, "verify"] > 0
+        assert {graph for sees, graph in watch.steps if sees} == {"none"}
 
 
 @pytest.mark.parametrize("kind", IN_SPACE)

@@ -365,10 +365,15 @@ def test_lists_of_blocks_hold_wherever_the_drafts_end(
         runner = runner_of(llm)
         if graphs != "none":
             with torch.inference_mode():
-                runner.capture_graphs(graphs, RecordedGraphs())
+                runner.capture_graphs(graphs, RecordedGraphs(), graphs)
         found = outcomes(llm)
         if graphs != "none":
             assert runner.graphs is not None and runner.graphs.num_replays.total() > 10
+            assert {choice.kind for choice in runner.graphs.num_replays} >= {"verify"}
+            of_drafts = getattr(runner.guessing_models[0], "graphs", None)
+            assert (of_drafts is not None) is (drafter == "draft_model")
+            if of_drafts is not None:
+                assert {choice.kind for choice in of_drafts.num_replays} >= {"full", "verify"}
     for name in REQUESTS:
         assert found[name] == expected[name], name
     assert moved[0] > 10

@@ -17,10 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams
+from minivllm.batch.step_inputs import Row
 from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import StagingBuffer
 from minivllm.graphs.graph_capture import CudaGraphs, GraphCapture
-from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
+from minivllm.graphs.step_graphs import (
+    GraphChoice,
+    bucket_for,
+    decode_buckets,
+    token_buckets,
+    verify_buckets,
+)
 from minivllm.worker.worker import run_on_null_block
 from tests.attention.backends import CUDA_POLICY, choose_as_on_a_gpu
 from tests.attention.random_batches import CPU
@@ -147,6 +154,21 @@ def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_ba
     assert bucket_for(max_num_seqs + 1, decodes) is None
 
 
+@given(st.integers(1, 600), st.integers(0, 9), st.integers(1, 4096))
+def test_graphs_of_rows_with_drafts_hold_no_more_tokens_than_piecewise_ones(
+    max_num_seqs: int, few_tokens: int, max_num_batched_tokens: int
+) -> None:
+    buckets = verify_buckets(max_num_seqs, few_tokens, max_num_batched_tokens)
+    most = min(512, max_num_batched_tokens)
+    assert all(rows * few_tokens <= most and rows <= max_num_seqs for rows in buckets)
+    if few_tokens > 1 and few_tokens <= most:
+        largest = buckets[-1]
+        assert largest == max_num_seqs or (largest + 1) * few_tokens > most
+        assert all(bucket_for(rows, buckets) is not None for rows in range(1, largest + 1))
+    else:
+        assert not buckets
+
+
 @pytest.fixture
 def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """An uncompiled engine with graphs that takes the choices of a GPU."""
@@ -204,10 +226,72 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
             choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full"
         )
         num_layers = len(runner.paged_model.layers)
-        for captured, num_graphs in ((runner.graphs._full, 1), (runner.graphs._piecewise, num_layers)):
-            assert all(one.capture.num_graphs == num_graphs for one in captured.values())
+        for choice, captured in runner.graphs._captured.items():
+            assert captured.capture.num_graphs == (num_layers if choice.kind == "piecewise" else 1)
         if mode != "full_decode":
             assert sum(replays.values()) == llm.get_metrics().num_steps
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt-oss"])
+def test_drafts_are_verified_in_one_graph_however_many_a_row_has(
+    with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path], family: str
+) -> None:
+    """Some guesses are wrong, and rows have from none of them to three."""
+    choose = random.Random(1)
+    prompts = [{"prompt_token_ids": [choose.randrange(3, 200) for _ in range(4 + 9 * i)]} for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    limits = {"max_model_len": 96, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    with tiny_llm(tiny_model(family), **limits) as plain:
+        expected = [list(output.outputs[0].token_ids) for output in plain.generate(prompts, params)]
+    texts = [prompt["prompt_token_ids"] + answer for prompt, answer in zip(prompts, expected)]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with with_graphs("full_and_piecewise", family, speculative_config=config, **limits) as llm:
+        drafter = ScriptedDrafter(texts, 0.3, 200)
+        guess, lengths = drafter.propose, set[tuple[int, ...]]()
+
+        def propose(tasks: Any) -> dict[str, list[int]]:
+            all_guesses = {name: ids[: choose.randint(0, 3)] for name, ids in guess(tasks).items()}
+            lengths.add(tuple(sorted(len(ids) for ids in all_guesses.values())))
+            return {name: ids for name, ids in all_guesses.items() if ids}
+
+        drafter.propose = propose  # type: ignore[method-assign]
+        speculation_of(llm).drafter = drafter
+        graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
+        assert graphs.verify_buckets[:3] == [1, 2, 4] and graphs.verify_buckets[-1] >= 5
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)] == expected
+        assert llm.get_metrics().num_accepted_tokens > 20
+    verified = {choice: count for choice, count in graphs.num_replays.items() if choice.kind == "verify"}
+    assert sum(verified.values()) > 5 and len(verified) > 1 and any(len(set(each)) > 1 for each in lengths)
+    for choice, captured in graphs._captured.items():
+        if choice.kind == "verify":
+            assert choice.num_tokens == 4 * choice.num_short and captured.capture.num_graphs == 1
+
+
+def test_steps_that_a_graph_of_drafts_would_pad_too_much_take_another(
+    with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path]
+) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    limits = {"max_model_len": 64, "max_num_seqs": 40, "max_num_batched_tokens": 256}
+    with with_graphs("full_and_piecewise", speculative_config=config, **limits) as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        choose = runner.graphs.choose
+        assert choose([4, 4]) == GraphChoice("verify", 8, 2) and choose([1, 1]) == GraphChoice("full", 2)
+        assert choose([4, 4, 4]) == GraphChoice("verify", 16, 4), "an empty row"
+        assert choose([1] * 15 + [2]) == GraphChoice("verify", 64, 16), "few tokens are padded freely"
+        assert choose([4] * 10 + [1] * 14) == GraphChoice("verify", 96, 24)
+        for counts in ([1] * 23 + [2], [5, 4], [1] * runner.graphs.verify_buckets[-1] + [4]):
+            chosen = choose(counts)
+            assert chosen is not None and chosen.kind == "piecewise", counts
+        assert choose([4, 4], in_pieces=True) == GraphChoice("piecewise", 8)
+        with torch.inference_mode(), pytest.raises(ValueError, match="graph of 2 rows"):
+            runner.paged_model.build([Row(None, 0, 5)], 8, 2)  # type: ignore[arg-type]
+
+
+def test_layers_that_keep_a_state_verify_in_pieces(with_graphs: Callable[..., LLM]) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    with with_graphs("full_and_piecewise", "lfm2", speculative_config=config, **limits) as llm:
+        assert llm.llm_engine.client.core.executor.worker.runner.graphs.verify_buckets == []
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])

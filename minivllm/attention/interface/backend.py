@@ -31,7 +31,9 @@ class StepRows(NamedTuple):
     slots, starts, counts: int64 [rows]: batch slot of the request, position of its first token in this step,
     number of its tokens. num_single, num_few: rows with a single token and with few. num_padded: tokens of
     the step, padding included. A step without rows holds padding only, ``num_padded`` tokens that attention
-    treats as rows with a single token: such steps capture graphs.
+    treats as rows with a single token: such steps capture graphs. num_short: in steps that replay a graph of
+    rows with few tokens, how many such rows it has, padding included, each with room for ``few_tokens`` of
+    the ``num_padded`` tokens; then all rows count as few. Otherwise 0.
     """
 
     slots: np.ndarray
@@ -48,6 +50,7 @@ class StepRows(NamedTuple):
     shift: Tensor | None = None
     """int64 [tokens, without padding] on the device: by how much each lies before that; given with
     ``unsure``, to backends that settle."""
+    num_short: int = 0
 
     @property
     def positions(self) -> np.ndarray:
@@ -148,7 +151,9 @@ class AttentionBackend(Protocol):
     see ``minivllm.register_attention``.
 
     A backend with an attribute ``settles`` that is true takes rows of few tokens whose positions only the
-    device knows (``StepRows.shift``). Otherwise a step with such rows waits until the host knows them.
+    device knows (``StepRows.shift``). Otherwise a step with such rows waits until the host knows them. One
+    with an attribute ``captures_few`` that is true lets graphs capture rows of few tokens
+    (``StepRows.num_short``); its tensors then lie at the same addresses whenever their number is the same.
     """
 
     @property

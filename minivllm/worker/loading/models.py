@@ -10,11 +10,12 @@ import torch
 
 from minivllm.checkpoints.choose import read_model_facts
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.config import EagleVersion, EngineConfig
+from minivllm.config import CudaGraphMode, EagleVersion, EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
+from minivllm.graphs.mode import graph_mode_of_draft
 from minivllm.linear.choose import MethodChooser
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
@@ -50,6 +51,15 @@ def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = 
     return _load(
         config, read_model_facts(speculative.model_path, load_format), speculative.model_path, load_format
     )[0]
+
+
+def graph_mode_of_drafter(config: EngineConfig) -> CudaGraphMode:
+    """What is captured of the draft model, if there is one."""
+    speculative = config.speculative
+    if speculative is None or speculative.method != "draft_model" or speculative.model_path is None:
+        return "none"
+    facts = read_model_facts(speculative.model_path, "dummy" if config.load_format == "dummy" else "auto")
+    return graph_mode_of_draft(config.cudagraph_mode, facts, config.attention_backend)
 
 
 def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directory: str) -> None:
