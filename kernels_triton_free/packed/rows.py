@@ -8,11 +8,11 @@ weights are packed once, for products of many rows, and read by both.
 On a CPU with AVX512-BF16 oneDNN packs a weight [out, in] of bfloat16 as [out / 64, in / 2, 64, 2]: of 64
 outputs each, two inputs at a time; with AMX of 32 outputs, two tiles. Read as int32, [out / 64, in / 2, 64],
 every element holds the weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so a
-shift and a mask make floats of them, exactly. A row of 64 elements is four vector registers. The loops below
-are written out for each of the four and for each row of x: the compiler puts them into one loop, which loads
-every element once and goes through memory in order. ``outputs_together`` packs a weight and looks where its
-elements have gone: on a CPU that packs otherwise nothing is read this way. Tiles (see ``tiles``) are read as
-words too, also those of 48 outputs.
+shift and a mask make floats of them, exactly. A row of 64 elements is four vector registers. The loops are
+written out for each of the four and for each row of x (see ``cpu_code.loops.packed_rows``), and become one
+loop, which loads every element once and goes through memory in order. ``outputs_together`` packs a weight and
+looks where its elements have gone: on a CPU that packs otherwise nothing is read this way. Tiles (see
+``tiles``) are read as words too, also those of 48 outputs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ REGISTER = 16
 MAX_ROWS = 4
 """Rows for which the loops are written out: each takes four registers, and reading is still the work."""
 UPPER_HALF = -(2**16)
+
+_library = torch.library.Library("kernels_triton_free", "FRAGMENT")
+_library.define("few_rows_products(Tensor words, Tensor x) -> Tensor")
 
 
 @lru_cache(maxsize=256)
@@ -105,15 +108,22 @@ def few_rows_products(x: Tensor, words: Tensor, bias: Tensor | None = None) -> T
     words int32 [n, out / 64, in / 2, 64], or of 32.
     Where they are picked from more by an index, compiled code reads them there.
     """
-    rows, products, in_features = x.shape
     # Computed before, not again for every block of outputs.
     inputs = materialize(x.float())
-    inputs = inputs.view(rows, products, 1, in_features // 2, 2, 1)
-    sums: list[list[Tensor]] = [[] for _ in range(rows)]
-    for first in range(0, words.shape[-1], REGISTER):
-        pairs = words[..., first : first + REGISTER]
-        even, odd = (pairs << 16).view(torch.float32), (pairs & UPPER_HALF).view(torch.float32)
-        for row in range(rows):
-            sums[row].append((even * inputs[row, :, :, :, 0] + odd * inputs[row, :, :, :, 1]).sum(2))
-    out = torch.stack([torch.stack(parts, dim=2).flatten(1) for parts in sums])
+    out: Tensor = torch.ops.kernels_triton_free.few_rows_products.default(words, inputs)
     return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _products(words: Tensor, x: Tensor) -> Tensor:
+    rows, products, _ = x.shape
+    even, odd = (words << 16).view(torch.float32), (words & UPPER_HALF).view(torch.float32)
+    pairs = x.reshape(rows, products, 1, -1, 2, 1)
+    return torch.stack([(even * own[:, :, :, 0] + odd * own[:, :, :, 1]).sum(2).flatten(1) for own in pairs])
+
+
+def _products_shape(words: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], words.shape[1] * words.shape[3])
+
+
+_library.impl("few_rows_products", _products, "CompositeExplicitAutograd")
+torch.library.register_fake("kernels_triton_free::few_rows_products", _products_shape, lib=_library)

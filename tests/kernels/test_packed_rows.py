@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
+from kernels_triton_free.cpu_code.install import install
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.packed.memory import can_restore, memory_of, packed_in
 from kernels_triton_free.packed.rows import (
@@ -57,6 +59,25 @@ def test_few_rows_are_multiplied_as_in_float64(
         rtol=8e-3,
         atol=1e-3,
     )
+
+
+@torch._inductor.config.patch(force_disable_caches=True)
+@pytest.mark.parametrize("outputs", [48, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 3, pytest.param(MAX_ROWS, marks=pytest.mark.slow)])
+def test_compiled_code_is_one_loop_over_the_words_that_stores_every_sum_where_it_belongs(
+    rows: int, outputs: int
+) -> None:
+    install()
+    torch._dynamo.reset()
+    words = torch.randn(3, 32, 2 * outputs).bfloat16().view(torch.int32)
+    even, odd = (words << 16).view(torch.float32), (words & -(2**16)).view(torch.float32)
+    weight = torch.stack([even, odd], 2).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+    x, bias = torch.randn(rows, 64), torch.randn(3 * outputs)
+    compiled = torch.compile(few_rows_linear, dynamic=False)
+    out, [code] = run_and_get_code(compiled, x, words, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+    assert code.count("Vectorized<int32_t>::loadu(") == outputs // 16, "each register once, for all rows"
 
 
 def test_the_words_keep_the_weight() -> None:

@@ -9,6 +9,7 @@ outputs of a block: in this order a block is read once for all rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -72,14 +73,16 @@ def sum_up_rows(
     # Zen 3).
     width = blocks * outputs
     parts = [of_row(row) for row in range(together)]
-    sums = _placed(parts, [width, outputs, together * width, 1], [tiles * together, width], dtype)
+    sums = placed(parts, [together], [width, outputs, together * width, 1], [tiles * together, width], dtype)
     own = TensorBox(SliceView.create(sums.data, 0, 0, rows, clamp=False))
     return own if dtype == torch.float32 else to_dtype(own, torch.float32)
 
 
-def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch.dtype) -> Any:
-    """Sums of equal sizes [1, ...] as one tensor of this shape, row by row.
-    strides: of [parts, ...] within it.
+def placed(
+    parts: list[Any], numbers: list[int], strides: list[Any], shape: list[Any], dtype: torch.dtype
+) -> Any:
+    """Sums of equal sizes [1, ..., ...] as one tensor of this shape, row by row. numbers: of parts, in as
+    many dimensions as their sizes begin with a 1. strides: of [*numbers, ...] within it.
 
     Inductor would go through the loops as memory lies. Here the loops stay as they are: their order says what
     is read once, the strides where it is stored.
@@ -95,13 +98,14 @@ def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch
     )
     from torch._inductor.virtualized import V
 
-    device, size = torch.device("cpu"), [len(parts), *parts[0].get_size()[1:]]
+    device, size = torch.device("cpu"), [*numbers, *parts[0].get_size()[len(numbers) :]]
     storage = StorageBox(ConcatKernel(name=None, layout=FixedLayout(device, dtype, size, strides), inputs=[]))
     buffers = []
-    for index, part in enumerate(parts):
-        buffer: Any = ConcatKernel.realize_into(
-            part, SliceView.create(storage, 0, index, index + 1, clamp=False)
-        )
+    for index, part in zip(product(*map(range, numbers)), parts, strict=True):
+        place: Any = storage
+        for dim, number in enumerate(index):
+            place = SliceView.create(place, dim, number, number + 1, clamp=False)
+        buffer: Any = ConcatKernel.realize_into(part, place)
         buffer._apply_loop_reordering = _as_they_are
         buffers.append(buffer)
     kernel: Any = storage.data
