@@ -220,7 +220,7 @@ def test_compiled_code_for_a_few_rows_multiplies_floats(dtype: torch.dtype, rows
 
 
 @needs_compiler
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="only AVX2 is told to")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="nothing is fetched with AMX")
 @torch._inductor.config.patch(force_disable_caches=True)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_cache_line_of_words_is_asked_for_ahead(bits: int) -> None:
