@@ -23,10 +23,10 @@ from pathlib import Path
 import msgspec
 
 from minivllm.config import EngineArgs
-from minivllm.engine_process import frames
 from minivllm.engine_process.client import make_client
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import ProcessClient
+from minivllm.engine_process.protocol import frames
 from minivllm.engine_process.protocol.clients import EngineClient
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason

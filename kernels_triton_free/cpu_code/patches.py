@@ -189,10 +189,11 @@ def _fetch_words_ahead() -> None:
 
     With AVX-512, two pages ahead and past the second cache (non-temporal). A word is read once in a step, and
     the Python between two regions finds its code and data in the cache again: that takes 0.4 ms of a step
-    where nothing else is computed, 1.2 where all weights went through the cache. A decode step of one request
-    took 6.5 ms in place of 7.5, of four 7.9 in place of 10.4, of one in 4 bits 3.4 in place of 3.7; into all
-    caches, a page ahead, 7.2 and 9.0 (two cores of Zen 5, medians of 3 or 4 in turn). With AMX nothing was
-    measured, and nothing is fetched.
+    where regions compute nothing, about 1 where all weights go through the cache. In bfloat16, a page ahead,
+    a decode step of one request took 6.5 ms in place of 7.5 and of four 8.7 in place of 10.5; into all caches
+    7.2 and 9.0. Two pages ahead, compared with one, these took 6.3 and 7.9 in place of 6.2 and 8.3, and of
+    one request in 4 bits, compared with none, 3.4 in place of 3.7 (two cores of Zen 5, each comparison in
+    turn, medians of 3 or 4). With AMX nothing was measured, and nothing is fetched.
     """
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index

@@ -37,6 +37,8 @@ MAX_ROWS = 4
 UPPER_HALF = -(2**16)
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
+# Words come first: Inductor computes arguments in their order, and where the view of a weight came after the
+# inputs' conversion, it cut the loops around it into one function more.
 _library.define("few_rows_products(Tensor words, Tensor x) -> Tensor")
 
 

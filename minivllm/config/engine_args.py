@@ -280,8 +280,8 @@ class EngineArgs:
         str | None,
         "Steps that replay CUDA graphs: none; piecewise (up to a few hundred tokens, attention between the "
         "graphs); "
-        "full_decode (decodes, and the verification of drafts, in one graph); full_and_piecewise, which is the "
-        "default on a GPU.",
+        "full_decode (decodes, and the verification of drafts, in one graph); "
+        "full_and_piecewise, which is the default on a GPU.",
     ] = None
     scheduling_policy: Annotated[
         str,

@@ -23,7 +23,7 @@ import zmq
 
 from minivllm.config import EngineArgs
 from minivllm.distributed.lockstep import EngineSeat
-from minivllm.engine_process import frames
+from minivllm.engine_process.protocol import frames
 from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.errors import EngineDeadError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit

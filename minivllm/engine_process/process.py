@@ -28,7 +28,7 @@ from minivllm.device.freed_memory import return_freed_memory
 from minivllm.engine.administration import Administration
 from minivllm.engine.background_builds import POLL_SECONDS
 from minivllm.engine.core import EngineCore
-from minivllm.engine_process import frames
+from minivllm.engine_process.protocol import frames
 from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, LogSender, printable

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from minivllm.engine_process import frames
 from minivllm.engine_process.connection import DIED_STATUS, FINAL_MESSAGE_SECONDS, EngineConnection
+from minivllm.engine_process.protocol import frames
 from minivllm.engine_process.protocol.pixels import NO_PIXELS, PixelAnswers, WantPixels
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PIECEWISE_TOKENS = 512
 PADDED_FREELY, MOST_PADDED = 64, 2
-"""Tokens of a graph of rows with few tokens: padding to so many takes a GPU little, since it reads the
-weights once for all of them; else at most so many for each token that a step has."""
+"""Tokens of a graph of rows with few tokens: padding to so many should take a GPU little, since it reads the
+weights once for all of them; else at most so many for each token that a step has. Neither was measured."""
 
 
 def decode_buckets(max_num_seqs: int, least: int = 1) -> list[int]:
@@ -169,7 +169,8 @@ class StepGraphs:
         return self._model.build(rows, choice.num_tokens, choice.num_short)
 
     def forward(self, inputs: StepInputs, choice: GraphChoice) -> StepHidden:
-        """Replay the graph that ``choose`` chose. Results are overwritten by the next replay.
+        """Replay the graph that ``choose`` chose. Results are overwritten by the next replay, also that of
+        other graphs of the same backend.
 
         inputs: padded to choice.num_tokens. Raises RuntimeError if they are not where they were at capture.
         """

@@ -78,7 +78,8 @@ class GuessingModel(Protocol):
         int64 [copies], all sources before any target."""
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
-        """The target's steps were captured; so may be those of this model."""
+        """The target's steps were captured; so may be those of this model, in this mode and with the memory
+        of the same backend."""
 
 
 @dataclass(frozen=True)

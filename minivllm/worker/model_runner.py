@@ -46,9 +46,9 @@ from minivllm.sampling.token_masks import TokenMaskStage
 from minivllm.sampling.verification import accept, verify
 from minivllm.spec_decode.drafter import DraftContext, GuessingModel
 from minivllm.spec_decode.speculation import Speculation, make_speculation
-from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.pooling import Pooler
-from minivllm.worker.token_feedback import TokenFeedback, UnknownTokens
+from minivllm.worker.sampled.pending_step import PendingStep
+from minivllm.worker.sampled.token_feedback import TokenFeedback, UnknownTokens
 
 logger = logging.getLogger(__name__)
 

@@ -61,8 +61,8 @@ from minivllm.worker.loading.null_steps import (
     verification_after,
 )
 from minivllm.worker.model_runner import ModelRunner
-from minivllm.worker.pending_step import PendingStep
-from minivllm.worker.token_feedback import UnknownTokens
+from minivllm.worker.sampled.pending_step import PendingStep
+from minivllm.worker.sampled.token_feedback import UnknownTokens
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from minivllm.config import EngineArgs
 from minivllm.engine_process import connection as connection_module
-from minivllm.engine_process import frames
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient, ProcessClient
+from minivllm.engine_process.protocol import frames
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ModelError, RequestError
 from minivllm.executor.records import private_directories
 from minivllm.executor.records.private_directories import LOCK_FILE, PrivateDirectory

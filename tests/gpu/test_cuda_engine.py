@@ -175,6 +175,22 @@ def test_async_scheduling_changes_no_token(config_directory: Path) -> None:
     assert all(one == found[0] for one in found)
 
 
+def drafting(method: str, model: Path, is_async: bool) -> dict[str, Any]:
+    """Settings with which a drafter guesses in every step."""
+    speculation = {
+        "method": method,
+        "model": str(model),
+        "num_speculative_tokens": 3,
+        "verification_cost": 0.0,
+    }
+    return {
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 200,
+        "async_scheduling": is_async,
+        "speculative_config": speculation,
+    }
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("version", ["eagle", "eagle3"])
 def test_a_head_that_guesses_changes_no_token(
@@ -190,14 +206,8 @@ def test_a_head_that_guesses_changes_no_token(
     prompts = random_prompts(9)
     with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
         expected = greedy(llm, prompts)
-    speculation = {
-        "method": version,
-        "model": str(tmp_path),
-        "num_speculative_tokens": 3,
-        "verification_cost": 0.0,
-    }
-    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 200, "async_scheduling": is_async}
-    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **settings) as llm:
+    settings = drafting(version, tmp_path, is_async)
+    with make_llm(config_directory, dtype="float32", **settings) as llm:
         assert greedy(llm, prompts) == expected
         assert llm.get_metrics().num_draft_tokens > 0
         graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
@@ -212,14 +222,8 @@ def test_a_draft_model_replays_graphs_too(config_directory: Path, tmp_path: Path
     prompts = random_prompts(9)
     with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
         expected = greedy(llm, prompts)
-    speculation = {
-        "method": "draft_model",
-        "model": str(tmp_path),
-        "num_speculative_tokens": 3,
-        "verification_cost": 0.0,
-    }
-    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 200, "async_scheduling": is_async}
-    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **settings) as llm:
+    settings = drafting("draft_model", tmp_path, is_async)
+    with make_llm(config_directory, dtype="float32", **settings) as llm:
         assert greedy(llm, prompts) == expected
         runner = llm.llm_engine.client.core.executor.worker.runner
         for graphs, kinds in ((runner.graphs, {"verify"}), (runner.guessing_models[0].graphs, {"full"})):

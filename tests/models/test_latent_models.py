@@ -16,7 +16,7 @@ from minivllm import LLM
 from minivllm.batch.layer_caches import allocate_caches, block_bytes, kv_groups
 from minivllm.checkpoints.hf_config import build_decoder_config
 from minivllm.errors import ConfigError, ModelError
-from minivllm.graphs.mode import resolve_graph_mode
+from minivllm.graphs.mode import graph_mode_of_draft, resolve_graph_mode
 from minivllm.kv_cache.blocks.block_pool import NULL_BLOCK_ID
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import Int8Linear
@@ -155,6 +155,14 @@ def test_graphs_leave_attention_over_latents_outside() -> None:
         resolve_graph_mode("full_decode", "cuda", False, config)
     plain = build({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
     assert resolve_graph_mode(None, "cuda", False, plain) == "full_and_piecewise"
+    for mode, of_latents in {
+        "none": "none",
+        "piecewise": "piecewise",
+        "full_decode": "none",
+        "full_and_piecewise": "piecewise",
+    }.items():  # a draft model takes no more graphs than the target, nor than it can
+        assert graph_mode_of_draft(mode, plain) == mode  # type: ignore[arg-type]
+        assert graph_mode_of_draft(mode, config) == of_latents  # type: ignore[arg-type]
     assert resolve_graph_mode(None, "cuda", False, plain, attention="sdpa") == "piecewise"
     assert resolve_graph_mode(None, "cuda", False, plain, attention="mine:Backend") == "piecewise"
     assert resolve_graph_mode("full_decode", "cuda", False, plain, attention="mine:Backend") == "full_decode"

@@ -27,7 +27,7 @@ from minivllm.errors import ConfigError
 from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
 from minivllm.simulation.ranks import virtual_llm
 from minivllm.spec_decode.paged_draft import CachedDraft
-from minivllm.worker.pending_step import PendingStep
+from minivllm.worker.sampled.pending_step import PendingStep
 from tests.attention.backends import CUDA_POLICY, listed_attention
 from tests.engine.test_async_scheduling import (
     MANY_IDS,

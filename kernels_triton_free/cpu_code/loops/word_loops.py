@@ -103,7 +103,7 @@ def _weights_of(words: Any, place: tuple[Any, Any, Any, Any], depth: int, bits: 
     if bits == 32:
         return [_float_of(word)]
     if bits == 16:
-        return bfloat16_pair(word)
+        return [*bfloat16_pair(word)]
     scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
     weights = []
     for value, added in (_exact_codes if has_exact_codes(depth, bits) else _codes_of)(word, bits):
@@ -136,14 +136,13 @@ def _scale_and_zero(words: Any, place: tuple[Any, Any, Any], depth: int, bits: i
     block, group, output = place
     last = words([block, group, depth - 1, output])
     if words_of_scales(depth, bits) == 1:
-        scale, zero = bfloat16_pair(last)
-        return scale, zero
+        return bfloat16_pair(last)
     return _float_of(words([block, group, depth - 2, output])), _float_of(last)
 
 
-def bfloat16_pair(word: Any) -> list[Any]:
+def bfloat16_pair(word: Any) -> tuple[Any, Any]:
     """The floats of both halves of a word, the lower one first."""
-    return [_float_of(_shifted(word, 16)), _masked(word, UPPER_HALF)]
+    return _float_of(_shifted(word, 16)), _masked(word, UPPER_HALF)
 
 
 def _converted(word: Any, mask: int) -> Any:

@@ -1,5 +1,7 @@
-"""What frontends and engines are to each other: clients as protocols, and answers to an engine's questions.
+"""What frontends and engines are to each other: clients as protocols, messages in frames, and answers to an
+engine's questions.
 
-May import: config, multimodal.
-Door: `EngineClient` and `AsyncEngineClient` in clients.py, `PixelAnswers` in pixels.py.
+May import: config, distributed, executor.records, kv_cache, multimodal.
+Doors: `EngineClient` and `AsyncEngineClient` in clients.py, the messages in frames.py, `PixelAnswers` in
+pixels.py.
 """

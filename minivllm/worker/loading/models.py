@@ -47,10 +47,14 @@ def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = 
     if speculative.eagle_version is not None:
         return _load_head(config, speculative.eagle_version, target)
     assert speculative.model_path is not None
+    facts, load_format = _read_draft(config, speculative.model_path)
+    return _load(config, facts, speculative.model_path, load_format)[0]
+
+
+def _read_draft(config: EngineConfig, path: str) -> tuple[ModelFacts, str]:
+    """What is known of a draft model before it is loaded, and how it is loaded."""
     load_format = "dummy" if config.load_format == "dummy" else "auto"
-    return _load(
-        config, read_model_facts(speculative.model_path, load_format), speculative.model_path, load_format
-    )[0]
+    return read_model_facts(path, load_format), load_format
 
 
 def graph_mode_of_drafter(config: EngineConfig) -> CudaGraphMode:
@@ -58,7 +62,7 @@ def graph_mode_of_drafter(config: EngineConfig) -> CudaGraphMode:
     speculative = config.speculative
     if speculative is None or speculative.method != "draft_model" or speculative.model_path is None:
         return "none"
-    facts = read_model_facts(speculative.model_path, "dummy" if config.load_format == "dummy" else "auto")
+    facts, _ = _read_draft(config, speculative.model_path)
     return graph_mode_of_draft(config.cudagraph_mode, facts, config.attention_backend)
 
 
